@@ -1,0 +1,133 @@
+"""Reads the CRIU image files the engine must understand: page maps, and remaps of unlinked files.
+
+A CRIU image is two 32-bit magic numbers followed by protobuf messages, each with a 32-bit length before
+it (criu, images/*.proto and criu/include/magic.h). Images arrive inside artifacts, so every length is
+checked; nothing here trusts a byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import EngineError
+
+PAGE_SIZE = 4096
+_COMMON_MAGIC = 0x54564319
+_PAGEMAP_MAGIC = 0x56084025
+_MAX_IMAGE_BYTES = 1 << 30
+_PE_PRESENT = 1 << 2
+
+Fields = dict[int, list[int | bytes]]
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """`pages` pages from the virtual address `address`, whose bytes are in the pages image."""
+
+    address: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class PageMap:
+    """One `pagemap-*.img`: which runs of memory are in `pages-<pages_id>.img`, in file order."""
+
+    name: str
+    pages_id: int
+    runs: tuple[PageRun, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(run.pages for run in self.runs) * PAGE_SIZE
+
+
+def page_maps(directory: Path) -> list[PageMap]:
+    """Every page map of a dump, by name; raises `EngineError` on a malformed one."""
+    return [_page_map(path) for path in sorted(directory.glob("pagemap-*.img"))]
+
+
+def _page_map(path: Path) -> PageMap:
+    entries = messages(path, _PAGEMAP_MAGIC)
+    head = next(entries, None)
+    if head is None:
+        raise EngineError(f"{path.name} has no head")
+    runs = []
+    for entry in entries:
+        flags = _number(entry, 4, default=_PE_PRESENT)
+        pages = _number(entry, 5, default=_number(entry, 2))
+        if flags & _PE_PRESENT and not _number(entry, 3):
+            runs.append(PageRun(_number(entry, 1), pages))
+    return PageMap(path.name, _number(head, 1), tuple(runs))
+
+
+def messages(path: Path, magic: int | None = None) -> Iterator[Fields]:
+    """The messages of an image, each as {field number: values}; raises `EngineError`."""
+    data = path.read_bytes()
+    if len(data) > _MAX_IMAGE_BYTES or len(data) < 8:
+        raise EngineError(f"{path.name} is not a CRIU image: {len(data)} bytes")
+    common, kind = struct.unpack_from("<II", data)
+    if common != _COMMON_MAGIC or (magic is not None and kind != magic):
+        raise EngineError(f"{path.name} is not a CRIU image: magic {common:#x} {kind:#x}")
+    offset = 8
+    while offset < len(data):
+        if offset + 4 > len(data):
+            raise EngineError(f"{path.name} is truncated")
+        (size,) = struct.unpack_from("<I", data, offset)
+        offset += 4
+        if offset + size > len(data):
+            raise EngineError(f"{path.name} is truncated")
+        yield parse(data[offset : offset + size])
+        offset += size
+
+
+def parse(message: bytes) -> Fields:
+    """A protobuf message as {field number: [integers and byte strings]}; raises `EngineError`."""
+    fields: Fields = {}
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
+        value: int | bytes
+        match key & 7:
+            case 0:
+                value, offset = _varint(message, offset)
+            case 1 | 5 as kind:
+                size = 8 if kind == 1 else 4
+                value = int.from_bytes(_slice(message, offset, size), "little")
+                offset += size
+            case 2:
+                size, offset = _varint(message, offset)
+                value = _slice(message, offset, size)
+                offset += size
+            case kind:
+                raise EngineError(f"wire type {kind} in a CRIU image")
+        fields.setdefault(key >> 3, []).append(value)
+    return fields
+
+
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if offset >= len(data) or shift > 63:
+            raise EngineError("a CRIU image holds a broken number")
+        byte = data[offset]
+        offset += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, offset
+        shift += 7
+
+
+def _slice(data: bytes, offset: int, size: int) -> bytes:
+    if offset + size > len(data):
+        raise EngineError("a CRIU image holds a field longer than its message")
+    return data[offset : offset + size]
+
+
+def _number(fields: Fields, number: int, default: int = 0) -> int:
+    value = fields.get(number, [default])[-1]
+    if not isinstance(value, int):
+        raise EngineError(f"field {number} of a CRIU image is not a number")
+    return value

@@ -1,0 +1,311 @@
+"""The look before the freeze: every process of a container, what it holds, and what CRIU needs for it.
+
+Reads /proc only; touches nothing. What cannot be carried is said here, in a sentence, before any process
+stops; what needs a CRIU option sets it, so that no user has to know one. The same record is written into
+the artifact, shown by `cedana inspect`, and compared with the target before a restore.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hooks.participant import CriuSettings, Finding
+from runtime.container import Container
+from runtime.freezer import Freezer
+
+_GHOST_LIMIT_MIN = 1 << 20
+"""CRIU's own default for the size of a deleted file it carries."""
+
+_REFUSED = {
+    "anon_inode:[io_uring]": ("an io_uring", "set the sysctl kernel.io_uring_disabled=2, or turn io_uring off"
+                              " in the program, so that it falls back to ordinary system calls"),
+    "anon_inode:[userfaultfd]": ("a userfaultfd", "stop what uses it (a hypervisor, a garbage collector)"),
+    "anon_inode:[perf_event]": ("a perf event", "detach the profiler"),
+    "anon_inode:bpf-map": ("a BPF map", "unload the BPF program"),
+    "anon_inode:bpf-prog": ("a BPF program", "unload it"),
+    "anon_inode:kvm-vm": ("a virtual machine", "checkpoint the guest instead"),
+    "anon_inode:kvm-vcpu": ("a virtual machine's CPU", "checkpoint the guest instead"),
+    "anon_inode:[landlock-ruleset]": ("a Landlock rule set", "close it after landlock_restrict_self()"),
+    "/secretmem": ("secret memory (memfd_secret)", "it cannot be read from outside by design"),
+    "/dev/fuse": ("an open FUSE device", "unmount the file system it serves"),
+    "/dev/kvm": ("/dev/kvm", "checkpoint the guest instead"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A descriptor. `path` is as the process sees it; `size_bytes` is 0 unless it is a regular file."""
+
+    fd: int
+    path: str
+    kind: str
+    """file, directory, device, fifo, socket, pipe, memfd, or the anonymous inode's name."""
+    size_bytes: int = 0
+    links: int = 1
+    deleted: bool = False
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of the container; `pid` and `parent` are as seen inside it, `host_pid` from outside."""
+
+    pid: int
+    parent: int
+    host_pid: int
+    name: str
+    command: tuple[str, ...]
+    executable: str
+    directory: str
+    threads: int
+    resident_bytes: int
+    mapped_bytes: int
+    files: tuple[OpenFile, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    processes: tuple[Process, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.host_pid for process in self.processes)
+
+
+def probe(container: Container, criu: CriuSettings) -> Report:
+    """Look at `container`; adds what CRIU needs to `criu`."""
+    findings: list[Finding] = []
+    if _namespace(container.pid, "pid") == _namespace("self", "pid"):
+        findings.append(
+            Finding(
+                "the container shares the host's pid namespace, where its process ids may be taken",
+                hint="run it in a pid namespace of its own (without --pid=host)",
+                fatal=True,
+            )
+        )
+    pids = Freezer.of(container.pid).pids()
+    processes = [process for pid in pids if (process := read_process(pid)) is not None]
+    processes.sort(key=lambda process: (process.host_pid != container.pid, process.pid))
+    findings += _foreign(processes, container.pid)
+    for process in processes:
+        findings += _refused(process)
+    _ask_criu(processes, criu)
+    findings += _unix_sockets(container.pid, processes, criu)
+    return Report(tuple(processes), tuple(findings))
+
+
+def read_process(pid: int) -> Process | None:
+    """The process `pid`; None if it is gone or a zombie's descriptors cannot be read."""
+    root = Path(f"/proc/{pid}")
+    try:
+        status = dict(
+            line.split(":\t", 1) for line in (root / "status").read_text().splitlines() if ":\t" in line
+        )
+        command = (root / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
+        return Process(
+            pid=int(status["NSpid"].split()[-1]),
+            parent=_inner_pid(int(status["PPid"])),
+            host_pid=pid,
+            name=status["Name"],
+            command=tuple(command.split("\0")) if command else (),
+            executable=_readlink(root / "exe"),
+            directory=_readlink(root / "cwd"),
+            threads=int(status["Threads"]),
+            resident_bytes=_kib(status.get("VmRSS", "0 kB")),
+            mapped_bytes=_kib(status.get("VmSize", "0 kB")),
+            files=tuple(_open_files(root)),
+        )
+    except (OSError, KeyError):
+        return None
+
+
+def _open_files(root: Path) -> Iterator[OpenFile]:
+    try:
+        names = sorted(os.listdir(root / "fd"), key=int)
+    except OSError:
+        return
+    for name in names:
+        link = root / "fd" / name
+        try:
+            path, info = os.readlink(link), link.stat()
+        except OSError:
+            continue
+        deleted = path.endswith(" (deleted)")
+        yield OpenFile(
+            fd=int(name),
+            path=path.removesuffix(" (deleted)"),
+            kind=_kind(path, info.st_mode),
+            size_bytes=info.st_size if stat.S_ISREG(info.st_mode) else 0,
+            links=info.st_nlink,
+            deleted=deleted,
+        )
+
+
+def _kind(path: str, mode: int) -> str:
+    if path.startswith("anon_inode:"):
+        return path.removeprefix("anon_inode:").strip("[]")
+    if path.startswith("/memfd:"):
+        return "memfd"
+    if path.startswith("pipe:"):
+        return "pipe"
+    kinds = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISSOCK, "socket"))
+    for test, kind in kinds:
+        if test(mode):
+            return kind
+    return "fifo" if stat.S_ISFIFO(mode) else "device"
+
+
+def _foreign(processes: Sequence[Process], init: int) -> Iterator[Finding]:
+    """Processes that entered from outside (`exec`) and what they started: not init's descendants."""
+    parents = {process.host_pid: _parent(process.host_pid) for process in processes}
+    for process in processes:
+        pid = process.host_pid
+        while pid in parents and pid != init:
+            pid = parents[pid]
+        if pid != init:
+            yield Finding(
+                f"process {process.pid} ({' '.join(process.command)[:60] or process.name}) was started by an"
+                " exec from outside and is tied to it",
+                hint="end the exec session first; only the container's own process tree can move",
+                fatal=True,
+            )
+
+
+def _refused(process: Process) -> Iterator[Finding]:
+    for file in process.files:
+        if found := _REFUSED.get(file.path):
+            what, hint = found
+            yield Finding(
+                f"process {process.pid} ({process.name}) holds {what} (descriptor {file.fd}), which cannot be"
+                " checkpointed",
+                hint=hint,
+                fatal=True,
+            )
+
+
+def _ask_criu(processes: Sequence[Process], criu: CriuSettings) -> None:
+    criu.flags |= {"file-locks", "link-remap", "ext-unix-sk"}
+    files = [file for process in processes for file in process.files]
+    largest = max((file.size_bytes for file in files if file.deleted), default=0)
+    if largest > _GHOST_LIMIT_MIN:
+        criu.values.append(("ghost-limit", str(largest * 2)))
+    if any(file.kind == "inotify" for file in files):
+        criu.flags.add("force-irmap")
+        criu.values.append(("irmap-scan-path", "/"))
+
+
+def _unix_sockets(init: int, processes: Sequence[Process], criu: CriuSettings) -> Iterator[Finding]:
+    """Connected unix sockets whose peer is outside: CRIU cannot carry half of a connection."""
+    held: dict[str, Process] = {}
+    for process in processes:
+        for file in process.files:
+            if file.path.startswith("socket:["):
+                held[file.path[8:-1]] = process
+    if not held:
+        return
+    done = subprocess.run(
+        ["nsenter", f"--net=/proc/{init}/ns/net", "ss", "-xnH"], capture_output=True, text=True, check=False
+    )
+    peers: dict[str, tuple[str, str, str, str]] = {}
+    for line in done.stdout.splitlines():
+        # Netid State Recv-Q Send-Q local inode peer peer-inode
+        fields = re.split(r"\s+", line.strip())
+        if len(fields) >= 8:
+            peers[fields[5]] = (fields[0], fields[1], fields[4], fields[7])
+    for inode, process in held.items():
+        kind, state, _, peer = peers.get(inode, ("", "", "", "0"))
+        if peer == "0" or peer in held or state != "ESTAB" or kind == "u_dgr":
+            continue
+        path = peers.get(peer, ("", "", "?", ""))[2]
+        yield Finding(
+            f"process {process.pid} ({process.name}) is connected to the unix socket {path} of a process"
+            " outside the container",
+            hint="close the connection before the checkpoint; its other half cannot move",
+            fatal=True,
+        )
+
+
+def changed_files(processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Mapping[str, Any]) -> list[str]:
+    """Files open at the checkpoint that are missing or different now, each as a sentence.
+
+    `processes` is the artifact's record (as written from `Process`), `rootfs` the mounted root.
+    Files on the container's own tmpfs and proc mounts travel inside the checkpoint and are not looked at.
+    """
+    binds = {m["destination"]: m["source"] for m in spec.get("mounts", []) if "bind" in m.get("type", "")
+             or {"bind", "rbind"} & set(m.get("options", []))}  # fmt: skip
+    carried = [m["destination"] for m in spec.get("mounts", []) if m["destination"] not in binds]
+    sentences = []
+    seen = set()
+    for process in processes:
+        for file in process.get("files", []):
+            path = file.get("path", "")
+            if file.get("kind") != "file" or file.get("deleted") or path in seen:
+                continue
+            seen.add(path)
+            if any(path == c or path.startswith(c.rstrip("/") + "/") for c in carried):
+                continue
+            mount = max((d for d in binds if path == d or path.startswith(d.rstrip("/") + "/")),
+                        key=len, default=None)  # fmt: skip
+            base, rest = (rootfs, path) if mount is None else (Path(binds[mount]), path[len(mount) :])
+            size = _size_beneath(base, rest)
+            if size is None:
+                sentences.append(f"{path} was open at the checkpoint and is missing here")
+            elif size != file.get("size_bytes"):
+                sentences.append(
+                    f"{path} had {file.get('size_bytes')} bytes at the checkpoint and has {size} here"
+                )
+    return sentences
+
+
+def _size_beneath(base: Path, path: str) -> int | None:
+    """Size of the regular file `path` beneath `base`, following no symbolic link out of it; None if absent."""
+    try:
+        real = os.path.realpath(f"{base}/{path}") if path else str(base)
+        if path and not Path(real).is_relative_to(os.path.realpath(base)):
+            return None
+        info = os.stat(real)
+    except OSError:
+        return None
+    return info.st_size if stat.S_ISREG(info.st_mode) else None
+
+
+def _parent(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _inner_pid(pid: int) -> int:
+    """`pid` as its own innermost pid namespace numbers it; 0 for a process outside every inner one."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                numbers = line.split()[1:]
+                return int(numbers[-1]) if len(numbers) > 1 else 0
+    except OSError:
+        pass
+    return 0
+
+
+def _namespace(pid: int | str, kind: str) -> str:
+    return _readlink(Path(f"/proc/{pid}/ns/{kind}"))
+
+
+def _readlink(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _kib(text: str) -> int:
+    return int(text.split()[0]) * 1024
