@@ -58,6 +58,10 @@ class Trace:
     def progress(self, name: str, done: int, total: int = 0) -> None:
         self._tell(Progress(name, done, total))
 
+    def elapsed_s(self) -> float:
+        """Seconds since the trace began."""
+        return time.monotonic() - self.began
+
     def duration_s(self, name: str) -> float:
         """Seconds spent in all steps called `name`."""
         return sum(step.duration_s for step in self.steps if step.name == name)

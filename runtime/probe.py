@@ -8,9 +8,7 @@ the artifact, shown by `cedana inspect`, and compared with the target before a r
 from __future__ import annotations
 
 import os
-import re
 import stat
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 from hooks.participant import CriuSettings, Finding
 from runtime.container import Container
 from runtime.freezer import Freezer
+from runtime.sockets import Socket, outside_peers, refused, sockets_of
 
 _GHOST_LIMIT_MIN = 1 << 20
 """CRIU's own default for the size of a deleted file it carries."""
@@ -72,6 +71,7 @@ class Process:
 @dataclass(frozen=True)
 class Report:
     processes: tuple[Process, ...]
+    sockets: tuple[Socket, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -97,8 +97,15 @@ def probe(container: Container, criu: CriuSettings) -> Report:
     for process in processes:
         findings += _refused(process)
     _ask_criu(processes, criu)
-    findings += _unix_sockets(container.pid, processes, criu)
-    return Report(tuple(processes), tuple(findings))
+    sockets = [sock for process in processes for sock in _sockets(process)]
+    findings += refused(sockets)
+    findings += outside_peers(sockets, container.pid)
+    return Report(tuple(processes), tuple(sockets), tuple(findings))
+
+
+def _sockets(process: Process) -> Iterator[Socket]:
+    fds = {file.fd: file.path[8:-1] for file in process.files if file.path.startswith("socket:[")}
+    return sockets_of(process.host_pid, process.pid, process.name, fds)
 
 
 def read_process(pid: int) -> Process | None:
@@ -199,37 +206,6 @@ def _ask_criu(processes: Sequence[Process], criu: CriuSettings) -> None:
     if any(file.kind == "inotify" for file in files):
         criu.flags.add("force-irmap")
         criu.values.append(("irmap-scan-path", "/"))
-
-
-def _unix_sockets(init: int, processes: Sequence[Process], criu: CriuSettings) -> Iterator[Finding]:
-    """Connected unix sockets whose peer is outside: CRIU cannot carry half of a connection."""
-    held: dict[str, Process] = {}
-    for process in processes:
-        for file in process.files:
-            if file.path.startswith("socket:["):
-                held[file.path[8:-1]] = process
-    if not held:
-        return
-    done = subprocess.run(
-        ["nsenter", f"--net=/proc/{init}/ns/net", "ss", "-xnH"], capture_output=True, text=True, check=False
-    )
-    peers: dict[str, tuple[str, str, str, str]] = {}
-    for line in done.stdout.splitlines():
-        # Netid State Recv-Q Send-Q local inode peer peer-inode
-        fields = re.split(r"\s+", line.strip())
-        if len(fields) >= 8:
-            peers[fields[5]] = (fields[0], fields[1], fields[4], fields[7])
-    for inode, process in held.items():
-        kind, state, _, peer = peers.get(inode, ("", "", "", "0"))
-        if peer == "0" or peer in held or state != "ESTAB" or kind == "u_dgr":
-            continue
-        path = peers.get(peer, ("", "", "?", ""))[2]
-        yield Finding(
-            f"process {process.pid} ({process.name}) is connected to the unix socket {path} of a process"
-            " outside the container",
-            hint="close the connection before the checkpoint; its other half cannot move",
-            fatal=True,
-        )
 
 
 def changed_files(processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Mapping[str, Any]) -> list[str]:
