@@ -8,12 +8,9 @@ the container running untouched when they fail.
 from __future__ import annotations
 
 import json
-import mmap
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +18,12 @@ from base.config import Config
 from base.trace import Step, Trace
 from hooks.participant import Participant
 from oci.artifact import ArtifactWriter, BaseImage
-from oci.pages import PageWriter, Run
 from oci.store import Descriptor, Store
-from runtime import images, record, rootfs
+from runtime import criu, memory, record, rootfs
 from runtime.container import Container
-from runtime.errors import CheckpointError
 from runtime.manifest import DumpManifest
 from runtime.stop import StoppedContainer, make_scratch, remove_tree
+from runtime.unlinked import link_remaps
 
 
 @dataclass(frozen=True)
@@ -50,14 +46,14 @@ class CheckpointResult:
     stored_bytes: int
     frozen_s: float
     """From the freeze to the thaw, or to the end of the container."""
-    steps: Sequence[Step] = field(default_factory=tuple)
+    steps: Sequence[Step]
 
 
 def checkpoint(
     container: Container,
     store: Store,
     tag: str,
-    base: BaseImage,
+    base: BaseImage | None,
     options: CheckpointOptions,
     participants: Sequence[Participant],
     config: Config,
@@ -72,40 +68,92 @@ def checkpoint(
     with ExitStack() as cleanup:
         scratch = make_scratch(config, f"checkpoint-{container.namespace}-{container.id}")
         cleanup.callback(remove_tree, scratch)
-        dump_dir = scratch / "images"
+        images = scratch / "images"
+        stopped = StoppedContainer(container, participants, options.wishes, scratch, config, trace)
+        with trace.step("probe"):
+            stopped.probe()
+            layers = rootfs.overlay_dirs(container.bundle / "rootfs")
         writer = cleanup.enter_context(ArtifactWriter(store, base, trace))
-        stopped = cleanup.enter_context(
-            StoppedContainer(container, participants, options.wishes, scratch, config, trace)
-        )
-        began = trace.elapsed_s()
+        with trace.step("base image"):
+            writer.add_base()
+
+        cleanup.enter_context(stopped)
+        frozen_at = trace.elapsed_s()
         with trace.step("dump"):
-            stopped.dump(dump_dir, scratch / "criu")
+            stopped.dump(images, scratch / "criu")
         with trace.step("capture"):
             captured = stopped.capture()
-            _manifest(stopped, captured, options).write(dump_dir)
+            processes = stopped.report.processes
+            DumpManifest.of(stopped.criu, options.wishes, captured, processes, container.spec).write(images)
         with trace.step("rootfs"):
-            writer.add_rootfs_diff(_rootfs_difference(container))
+            writer.add_rootfs_diff(rootfs.difference(layers, link_remaps(images, processes)))
         if options.leave_running:
             with trace.step("resume"):
                 stopped.resume()
-            thawed = trace.elapsed_s()
+            frozen_s = trace.elapsed_s() - frozen_at
         with trace.step("memory"):
-            memory_bytes = _write_memory(dump_dir, writer)
+            memory_bytes = memory.store(images, writer.pages, trace, "memory")
         with trace.step("commit"):
-            writer.add_criu_images(dump_dir)
+            writer.add_criu_images(images)
             writer.add_spec(json.dumps(container.spec).encode())
-            config_record = record.describe(container, stopped, captured, config, trace)
-            manifest = writer.finish(config_record, tag)
+            description = record.describe(
+                writer.id,
+                container,
+                stopped.report,
+                captured,
+                options.wishes,
+                criu.settings_json(stopped.criu),
+                writer.pages,
+                config,
+                trace,
+            )
+            manifest = writer.finish(description, tag)
         if not options.leave_running:
             with trace.step("destroy"):
                 stopped.destroy()
-            thawed = trace.elapsed_s()
+            frozen_s = trace.elapsed_s() - frozen_at
     return CheckpointResult(
-        id=config_record.id,
+        id=writer.id,
         manifest=manifest,
         tag=tag,
         memory_bytes=memory_bytes,
         stored_bytes=writer.stored_bytes,
-        frozen_s=thawed - began,
+        frozen_s=frozen_s,
         steps=tuple(trace.steps),
     )
+
+
+def dump(
+    container: Container,
+    images: Path,
+    work: Path,
+    options: CheckpointOptions,
+    participants: Sequence[Participant],
+    config: Config,
+    trace: Trace,
+) -> None:
+    """Write CRIU images of `container` into `images`, with what a restore needs beside them.
+
+    Raises what `checkpoint` raises.
+    """
+    with ExitStack() as cleanup:
+        scratch = make_scratch(config, f"dump-{container.namespace}-{container.id}")
+        cleanup.callback(remove_tree, scratch)
+        stopped = StoppedContainer(container, participants, options.wishes, scratch, config, trace)
+        with trace.step("probe"):
+            stopped.probe()
+        cleanup.enter_context(stopped)
+        with trace.step("dump"):
+            stopped.dump(images, work)
+        with trace.step("capture"):
+            DumpManifest.of(
+                stopped.criu,
+                options.wishes,
+                stopped.capture(),
+                stopped.report.processes,
+                container.spec,
+            ).write(images)
+        if options.leave_running:
+            stopped.resume()
+        else:
+            stopped.destroy()

@@ -56,11 +56,11 @@ def _page_map(path: Path) -> PageMap:
         raise EngineError(f"{path.name} has no head")
     runs = []
     for entry in entries:
-        flags = _number(entry, 4, default=_PE_PRESENT)
-        pages = _number(entry, 5, default=_number(entry, 2))
-        if flags & _PE_PRESENT and not _number(entry, 3):
-            runs.append(PageRun(_number(entry, 1), pages))
-    return PageMap(path.name, _number(head, 1), tuple(runs))
+        flags = number(entry, 4, default=_PE_PRESENT)
+        pages = number(entry, 5, default=number(entry, 2))
+        if flags & _PE_PRESENT and not number(entry, 3):
+            runs.append(PageRun(number(entry, 1), pages))
+    return PageMap(path.name, number(head, 1), tuple(runs))
 
 
 def messages(path: Path, magic: int | None = None) -> Iterator[Fields]:
@@ -126,7 +126,7 @@ def _slice(data: bytes, offset: int, size: int) -> bytes:
     return data[offset : offset + size]
 
 
-def _number(fields: Fields, number: int, default: int = 0) -> int:
+def number(fields: Fields, number: int, default: int = 0) -> int:
     value = fields.get(number, [default])[-1]
     if not isinstance(value, int):
         raise EngineError(f"field {number} of a CRIU image is not a number")

@@ -2,7 +2,7 @@
 
 `StoppedContainer` is what the two checkpoint sequences (`runtime.checkpoint`) share. It ends in exactly
 one of three ways: `resume` (it goes on), `destroy` (it is gone, its connections silent), or, when the
-block is left in any other way, an abort that undoes everything in reverse.
+block is left in any other way, an abort that undoes everything in reverse. `probe` comes before the block.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class StoppedContainer:
     _thaws: bool = field(init=False, default=True)
 
     def __enter__(self) -> StoppedContainer:
-        with self.trace.step("probe"):
-            self._probe()
         try:
             with self.trace.step("freeze"):
                 self._freeze()
@@ -67,6 +65,22 @@ class StoppedContainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.close()
+
+    def probe(self) -> None:
+        """Look before anything is touched; raises `IncompatibleError` when something cannot move."""
+        self.report = probe(self.container, self.criu)
+        self._source = Source(
+            container_id=self.container.id,
+            pid=self.container.pid,
+            pids=self.report.pids,
+            spec=self.container.spec,
+            scratch=self.scratch,
+            options=self.options,
+        )
+        findings = [*self.report.findings]
+        for participant in self.participants:
+            findings += participant.probe_source(self._source, self.criu)
+        refuse(findings, f"container {self.container.name or self.container.id} cannot be checkpointed")
 
     def dump(self, images: Path, work: Path) -> None:
         """Write the CRIU images of every process into `images`. The processes stay stopped."""
@@ -112,21 +126,6 @@ class StoppedContainer:
         self._undo.pop_all()
         for participant in reversed(self.participants):
             participant.release_source(self._source)
-
-    def _probe(self) -> None:
-        self.report = probe(self.container, self.criu)
-        self._source = Source(
-            container_id=self.container.id,
-            pid=self.container.pid,
-            pids=self.report.pids,
-            spec=self.container.spec,
-            scratch=self.scratch,
-            options=self.options,
-        )
-        findings = [*self.report.findings]
-        for participant in self.participants:
-            findings += participant.probe_source(self._source, self.criu)
-        refuse(findings, f"container {self.container.name or self.container.id} cannot be checkpointed")
 
     def _freeze(self) -> None:
         self._freezer = Freezer.of(self.container.pid)
