@@ -140,8 +140,6 @@ def dump(
         scratch = make_scratch(config, f"dump-{container.namespace}-{container.id}")
         cleanup.callback(remove_tree, scratch)
         stopped = StoppedContainer(container, participants, options.wishes, scratch, config, trace)
-        with trace.step("probe"):
-            stopped.probe()
         cleanup.enter_context(stopped)
         with trace.step("dump"):
             stopped.dump(images, work)

@@ -2,7 +2,7 @@
 
 `StoppedContainer` is what the two checkpoint sequences (`runtime.checkpoint`) share. It ends in exactly
 one of three ways: `resume` (it goes on), `destroy` (it is gone, its connections silent), or, when the
-block is left in any other way, an abort that undoes everything in reverse. `probe` comes before the block.
+block is left in any other way, an abort that undoes everything in reverse. `probe` may come before the block.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StoppedContainer:
     scratch: Path
     config: Config
     trace: Trace
-    criu: CriuSettings = field(default_factory=CriuSettings)
     runc_options: tuple[str, ...] = ()
     """Further options of `runc checkpoint`, from the Task API."""
 
+    criu: CriuSettings = field(init=False, default_factory=CriuSettings)
     report: Report = field(init=False)
     _source: Source = field(init=False)
     _freezer: Freezer = field(init=False)
@@ -49,6 +49,7 @@ class StoppedContainer:
     _thaws: bool = field(init=False, default=True)
 
     def __enter__(self) -> StoppedContainer:
+        self.probe()
         try:
             with self.trace.step("freeze"):
                 self._freeze()
@@ -67,7 +68,11 @@ class StoppedContainer:
         self._undo.close()
 
     def probe(self) -> None:
-        """Look before anything is touched; raises `IncompatibleError` when something cannot move."""
+        """Look before anything is touched; raises `IncompatibleError` when something cannot move.
+
+        Entering the block looks again: the container went on meanwhile.
+        """
+        self.criu = CriuSettings()
         self.report = probe(self.container, self.criu)
         self._source = Source(
             container_id=self.container.id,

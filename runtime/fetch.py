@@ -1,0 +1,157 @@
+"""Brings a checkpoint to this node: from a store to verified CRIU images, ready for `runtime.restore`.
+
+What was fetched waits in `run_dir/restore/NAMESPACE/ID`. The command line fetches there, with progress,
+before it creates the container; the shim's Create finds it done. Everything is verified on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from base.config import Config
+from base.errors import UsageError
+from base.trace import Trace
+from oci import open_store
+from oci.artifact import Artifact
+from oci.content import ContentDirectory
+from oci.reference import LayoutReference, Reference, parse
+from oci.store import Store
+from runtime import memory, rootfs
+from runtime.container import Mount
+from runtime.errors import IncompatibleError, RestoreError
+from runtime.node import this_node
+
+_SOURCE = "source.json"
+
+
+def directory(config: Config, namespace: str, container_id: str) -> Path:
+    """Where everything of the restore of one container waits."""
+    return config.run_dir / "restore" / namespace / container_id
+
+
+def prefetch(
+    store: Store,
+    reference: Reference | LayoutReference | None,
+    artifact: Artifact,
+    namespace: str,
+    container_id: str,
+    config: Config,
+    trace: Trace,
+) -> Path:
+    """Fetch, verify and lay out the CRIU images of `artifact`; returns their directory.
+
+    Does nothing if that was done before. Raises `IncompatibleError` if this node cannot run it, a store's
+    error if it cannot be read or is not what its digests say; nothing is left behind then.
+    """
+    compatible(artifact)
+    target = directory(config, namespace, container_id)
+    if _fetched(target) == artifact.manifest.digest:
+        return target / "images"
+    discard(config, namespace, container_id)
+    images = target / "images"
+    images.mkdir(mode=0o700, parents=True)
+    for parent in (target, target.parent, target.parent.parent):
+        parent.chmod(0o700)
+    try:
+        with trace.step("images"):
+            artifact.extract_criu_images(images)
+        with trace.step("memory"):
+            memory.load(images, artifact.pages(), trace, "memory")
+        source = {"digest": artifact.manifest.digest, "reference": str(reference) if reference else ""}
+        with open(os.open(target / _SOURCE, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            json.dump(source, file)
+    except BaseException:
+        discard(config, namespace, container_id)
+        raise
+    return images
+
+
+def discard(config: Config, namespace: str, container_id: str) -> None:
+    """Forget what was fetched for a container."""
+    shutil.rmtree(directory(config, namespace, container_id), ignore_errors=True)
+
+
+def compatible(artifact: Artifact) -> None:
+    """Raise `IncompatibleError` unless this node's processor can run what the artifact holds."""
+    here, there = this_node(), artifact.record.node
+    if here.arch != there.architecture:
+        raise IncompatibleError(
+            f"the checkpoint was taken on {there.architecture}, this node is {here.arch}",
+            hint="restore it on a node of the same architecture",
+        )
+    missing = sorted(set(there.cpu_features) - here.cpu_flags)
+    if missing:
+        raise IncompatibleError(
+            f"this node's CPU lacks what the source had: {', '.join(missing[:12])}",
+            hint="restore it on a node with the same CPU generation or a newer one",
+        )
+
+
+def prepare(
+    container_id: str,
+    namespace: str,
+    source: str | Mapping[str, Any],
+    mounts: Sequence[Mount],
+    config: Config,
+    trace: Trace,
+) -> Path:
+    """What the shim's Create asks for: the images laid out, the root filesystem's difference applied.
+
+    `source` is the annotation's reference, or where containerd keeps an image that is a checkpoint:
+    {"content": directory, "manifest": digest}. Only registries, layouts below `state_dir`, and what root's
+    `prefetch` has put there are accepted.
+    """
+    if isinstance(source, str):
+        reference = parse(source)
+        if isinstance(reference, LayoutReference):
+            _refuse_foreign_layout(reference, config, namespace, container_id)
+        store = open_store(reference, config)
+        with trace.step("open"):
+            artifact = Artifact.open(store, reference.digest or reference.tag or "latest")
+        images = prefetch(store, reference, artifact, namespace, container_id, config, trace)
+        with trace.step("rootfs"):
+            _apply_difference(artifact, mounts)
+        return images
+    content = ContentDirectory(Path(str(source["content"])))
+    artifact = Artifact.open(content, str(source["manifest"]))
+    return prefetch(content, None, artifact, namespace, container_id, config, trace)
+
+
+def _apply_difference(artifact: Artifact, mounts: Sequence[Mount]) -> None:
+    layers = rootfs.overlay_dirs(mounts)
+    try:
+        with artifact.rootfs_diff() as stream:
+            rootfs.apply(stream, layers.upper, layers.lower)
+    except OSError as error:
+        raise RestoreError(
+            "the root filesystem's difference could not be written",
+            hint="check the free space of the snapshotter's directory",
+            details=str(error),
+        ) from error
+
+
+def _refuse_foreign_layout(
+    reference: LayoutReference, config: Config, namespace: str, container_id: str
+) -> None:
+    real = Path(os.path.realpath(reference.directory))
+    if real.is_relative_to(os.path.realpath(config.state_dir)):
+        return
+    if reference.digest and _fetched(directory(config, namespace, container_id)) == reference.digest:
+        return
+    raise UsageError(
+        f"a container may not name the layout {reference.directory} as its checkpoint",
+        hint=f"push the checkpoint to a registry, or keep it below {config.state_dir}",
+    )
+
+
+def _fetched(target: Path) -> str:
+    """The digest of what was completely fetched into `target`; '' if nothing was."""
+    try:
+        return str(json.loads((target / _SOURCE).read_text())["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
