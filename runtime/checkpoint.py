@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oci.artifact import ArtifactWriter, BaseImage
+from oci.store import Descriptor, Store
+
 from base.config import Config
 from base.trace import Step, Trace
 from hooks.participant import Participant
-from oci.artifact import ArtifactWriter, BaseImage
-from oci.store import Descriptor, Store
 from runtime import criu, memory, record, rootfs
 from runtime.container import Container
 from runtime.manifest import DumpManifest

@@ -20,7 +20,15 @@ from runtime.probe import Process
 
 _NAME = "cedana.json"
 _ALLOWED_FLAGS = frozenset(
-    "ext-unix-sk file-locks force-irmap link-remap skip-in-flight tcp-close tcp-established".split()
+    {
+        "ext-unix-sk",
+        "file-locks",
+        "force-irmap",
+        "link-remap",
+        "skip-in-flight",
+        "tcp-close",
+        "tcp-established",
+    }
 )
 _ALLOWED_VALUES = frozenset({"ghost-limit"})
 """Options an artifact may replay; everything else it names (paths, scripts) is dropped as hostile."""

@@ -11,8 +11,9 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from base.trace import Trace
 from oci.pages import PageReader, PageWriter, Run
+
+from base.trace import Trace
 from runtime.errors import CheckpointError, RestoreError
 from runtime.images import PAGE_SIZE, page_maps
 

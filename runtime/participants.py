@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hooks.network import NetworkParticipant
+
 from hooks.participant import Participant
 
 

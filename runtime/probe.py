@@ -241,7 +241,7 @@ def changed_files(processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Ma
 
 
 def _size_beneath(base: Path, path: str) -> int | None:
-    """Size of the regular file `path` beneath `base`, following no symbolic link out of it; None if absent."""
+    """Size of the regular file `path` beneath `base`, no link followed out of it; None if absent."""
     try:
         real = os.path.realpath(f"{base}/{path}") if path else str(base)
         if path and not Path(real).is_relative_to(os.path.realpath(base)):

@@ -116,7 +116,7 @@ def _probe(
     if blocking := [sentence for sentence in changed if sentence.split(" ")[0] not in allowed]:
         raise IncompatibleError(
             f"files differ from what they were at the checkpoint: {'; '.join(blocking[:5])}",
-            hint=f"put them back, or name those where it is safe in the annotation {ALLOW_CHANGED_ANNOTATION}",
+            hint=f"put them back, or or list them in the annotation {ALLOW_CHANGED_ANNOTATION}",
         )
 
 

@@ -23,6 +23,7 @@ _INET = {socket.AF_INET, socket.AF_INET6}
 _CARRIED = {*_INET, socket.AF_UNIX, socket.AF_NETLINK, socket.AF_PACKET}
 """What CRIU 4.2 can dump (criu/sockets.c, criu/sk-inet.c: can_dump_ipproto)."""
 
+_FAMILIES = {1: "unix", 2: "inet", 10: "inet6", 16: "netlink", 17: "packet", 40: "vsock", 44: "xdp"}
 _TCP_STATES = (
     "", "established", "syn-sent", "syn-recv", "fin-wait-1", "fin-wait-2", "time-wait", "close", "close-wait",
     "last-ack", "listen", "closing", "new-syn-recv",
@@ -85,13 +86,12 @@ def _describe(sock: socket.socket, process: int, name: str, fd: int, inode: str)
             label = "udp"
         elif protocol == _IPPROTO_MPTCP:
             label = "mptcp"
-    names = {2: "inet", 10: "inet6", 1: "unix", 16: "netlink", 17: "packet", 40: "vsock", 44: "xdp", 38: "alg"}
     return Socket(
         process=process,
         process_name=name,
         fd=fd,
         inode=inode,
-        family=names.get(family, str(family)),
+        family=_FAMILIES.get(family, str(family)),
         kind=label,
         state=state,
         local=_address(sock.getsockname) if family in _CARRIED else "",

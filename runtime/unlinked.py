@@ -33,7 +33,9 @@ def link_remaps(dump: Path, processes: Sequence[Process]) -> dict[str, Path]:
         if original and _LINK_REMAP.fullmatch(remapped):
             path = _path_to(original, processes)
             if path is None:
-                raise CheckpointError(f"the unlinked file {original} is held in a way that cannot be followed")
+                raise CheckpointError(
+                    f"the unlinked file {original} is held in a way that cannot be followed"
+                )
             found["/" + remapped.lstrip("/")] = path
     return found
 
