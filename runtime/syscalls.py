@@ -6,13 +6,162 @@ import ctypes
 import os
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# The same numbers on every architecture (linux, include/uapi/asm-generic/unistd.h).
+_SYS_OPEN_TREE = 428
+_SYS_MOVE_MOUNT = 429
 _SYS_PIDFD_GETFD = 438
-"""The same number on every architecture (linux, include/uapi/asm-generic/unistd.h)."""
+_SYS_MOUNT_SETATTR = 442
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+MS_RDONLY = 0x1
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_SYNCHRONOUS = 0x10
+MS_REMOUNT = 0x20
+MS_MANDLOCK = 0x40
+MS_DIRSYNC = 0x80
+MS_NOATIME = 0x400
+MS_NODIRATIME = 0x800
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_SILENT = 0x8000
+MS_UNBINDABLE = 1 << 17
+MS_PRIVATE = 1 << 18
+MS_SLAVE = 1 << 19
+MS_SHARED = 1 << 20
+MS_RELATIME = 1 << 21
+MS_STRICTATIME = 1 << 24
+MNT_DETACH = 2
+
+IN_MODIFY = 0x2
+IN_DELETE_SELF = 0x400
+IN_IGNORED = 0x8000
+
+MOUNT_ATTR_RDONLY = 0x1
+_MOUNT_ATTR_IDMAP = 0x100000
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
+_CLONE_NEWUSER = 0x10000000
+
+
+class _MountAttr(ctypes.Structure):
+    """struct mount_attr (linux, include/uapi/linux/mount.h)."""
+
+    _fields_ = [  # noqa: RUF012
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    ]
 
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:
     """A duplicate of descriptor `fd` of the process `pidfd` (pidfd_getfd(2)); raises `OSError`."""
     return _check(_libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0), "pidfd_getfd")
+
+
+def set_child_subreaper() -> None:
+    """Make this process the parent of every orphan below it (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl PR_SET_CHILD_SUBREAPER")
+
+
+def set_parent_death_signal(signal: int) -> None:
+    """Ask for `signal` when the parent thread ends (prctl(2), PR_SET_PDEATHSIG)."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, int(signal), 0, 0, 0), "prctl PR_SET_PDEATHSIG")
+
+
+def set_name(name: str) -> None:
+    """Set what `ps -o comm` shows of this process; cut to 15 bytes by the kernel."""
+    _check(_libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0), "prctl PR_SET_NAME")
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """mount(2); raises `OSError` naming the target."""
+    result = _libc.mount(
+        os.fsencode(source),
+        os.fsencode(target),
+        os.fsencode(kind) or None,
+        ctypes.c_ulong(flags),
+        os.fsencode(data) or None,
+    )
+    _check(result, f"mount {source} on {target}")
+
+
+def unmount(target: str, flags: int = 0) -> None:
+    """umount2(2); raises `OSError` naming the target."""
+    _check(_libc.umount2(os.fsencode(target), flags), f"unmount {target}")
+
+
+def inotify(path: str, mask: int) -> int:
+    """A nonblocking inotify descriptor that watches `path` for `mask`."""
+    fd = _check(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify_init1")
+    try:
+        _check(_libc.inotify_add_watch(fd, os.fsencode(path), ctypes.c_uint32(mask)), f"watch {path}")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def mount_idmapped(source: str, target: str, userns: int, attributes: int = 0) -> None:
+    """Mount a copy of the tree at `source` on `target`, its ids mapped as in `userns` (mount_setattr(2))."""
+    tree = _check(
+        _libc.syscall(
+            _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
+        ),
+        f"open_tree {source}",
+    )
+    try:
+        attr = _MountAttr(attr_set=_MOUNT_ATTR_IDMAP | attributes, userns_fd=userns)
+        result = _libc.syscall(
+            _SYS_MOUNT_SETATTR,
+            tree,
+            b"",
+            _AT_EMPTY_PATH | _AT_RECURSIVE,
+            ctypes.byref(attr),
+            ctypes.c_size_t(ctypes.sizeof(attr)),
+        )
+        _check(result, f"mount_setattr {source}")
+        result = _libc.syscall(
+            _SYS_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH
+        )
+        _check(result, f"move_mount {target}")
+    finally:
+        os.close(tree)
+
+
+def user_namespace(uid_map: str, gid_map: str) -> int:
+    """A descriptor of a new user namespace with these maps (user_namespaces(7)) and no process in it."""
+    ready, child_ready = os.pipe()
+    release, parent_done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        # Only system calls here: the parent's event loop and locks were copied in whatever state.
+        os.close(parent_done)
+        if _libc.unshare(_CLONE_NEWUSER) == 0:
+            os.write(child_ready, b"1")
+            os.read(release, 1)
+        os._exit(0)
+    try:
+        os.close(child_ready)
+        os.close(release)
+        if os.read(ready, 1) != b"1":
+            raise OSError("the kernel refused a new user namespace")
+        for name, text in (("uid_map", uid_map), ("gid_map", gid_map)):
+            with open(f"/proc/{pid}/{name}", "w") as file:
+                file.write(text)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(ready)
+        os.close(parent_done)
+        os.waitpid(pid, 0)
 
 
 def _check(result: int, name: str) -> int:
