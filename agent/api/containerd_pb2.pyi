@@ -110,6 +110,16 @@ class RuncOptions(_message.Message):
     systemd_cgroup: bool
     def __init__(self, no_pivot_root: _Optional[bool] = ..., no_new_keyring: _Optional[bool] = ..., shim_cgroup: _Optional[str] = ..., io_uid: _Optional[int] = ..., io_gid: _Optional[int] = ..., binary_name: _Optional[str] = ..., root: _Optional[str] = ..., systemd_cgroup: _Optional[bool] = ...) -> None: ...
 
+class FieldMask(_message.Message):
+    __slots__ = ("paths",)
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, paths: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Empty(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Container(_message.Message):
     __slots__ = ("id", "labels", "image", "runtime", "spec", "snapshotter", "snapshot_key", "created_at", "updated_at", "extensions", "sandbox")
     class Runtime(_message.Message):
@@ -198,6 +208,20 @@ class DeleteContainerRequest(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     id: str
     def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class UpdateContainerRequest(_message.Message):
+    __slots__ = ("container", "update_mask")
+    CONTAINER_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    container: Container
+    update_mask: FieldMask
+    def __init__(self, container: _Optional[_Union[Container, _Mapping]] = ..., update_mask: _Optional[_Union[FieldMask, _Mapping]] = ...) -> None: ...
+
+class UpdateContainerResponse(_message.Message):
+    __slots__ = ("container",)
+    CONTAINER_FIELD_NUMBER: _ClassVar[int]
+    container: Container
+    def __init__(self, container: _Optional[_Union[Container, _Mapping]] = ...) -> None: ...
 
 class CreateTaskRequest(_message.Message):
     __slots__ = ("container_id", "rootfs", "stdin", "stdout", "stderr", "terminal", "checkpoint", "options", "runtime_path")
@@ -348,6 +372,18 @@ class CreateImageResponse(_message.Message):
     image: Image
     def __init__(self, image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
 
+class ListImagesRequest(_message.Message):
+    __slots__ = ("filters",)
+    FILTERS_FIELD_NUMBER: _ClassVar[int]
+    filters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, filters: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListImagesResponse(_message.Message):
+    __slots__ = ("images",)
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    def __init__(self, images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+
 class ContentInfo(_message.Message):
     __slots__ = ("digest", "size", "created_at", "updated_at", "labels")
     class LabelsEntry(_message.Message):
@@ -380,12 +416,6 @@ class ContentInfoResponse(_message.Message):
     INFO_FIELD_NUMBER: _ClassVar[int]
     info: ContentInfo
     def __init__(self, info: _Optional[_Union[ContentInfo, _Mapping]] = ...) -> None: ...
-
-class FieldMask(_message.Message):
-    __slots__ = ("paths",)
-    PATHS_FIELD_NUMBER: _ClassVar[int]
-    paths: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, paths: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ContentUpdateRequest(_message.Message):
     __slots__ = ("info", "update_mask")
@@ -593,6 +623,22 @@ class DeleteLeaseRequest(_message.Message):
     id: str
     sync: bool
     def __init__(self, id: _Optional[str] = ..., sync: _Optional[bool] = ...) -> None: ...
+
+class LeaseResource(_message.Message):
+    __slots__ = ("id", "type")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    type: str
+    def __init__(self, id: _Optional[str] = ..., type: _Optional[str] = ...) -> None: ...
+
+class AddLeaseResourceRequest(_message.Message):
+    __slots__ = ("id", "resource")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RESOURCE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    resource: LeaseResource
+    def __init__(self, id: _Optional[str] = ..., resource: _Optional[_Union[LeaseResource, _Mapping]] = ...) -> None: ...
 
 class Plugin(_message.Message):
     __slots__ = ("type", "id", "exports")
