@@ -54,7 +54,7 @@ _CLONE_NEWUSER = 0x10000000
 class _MountAttr(ctypes.Structure):
     """struct mount_attr (linux, include/uapi/linux/mount.h)."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("attr_set", ctypes.c_uint64),
         ("attr_clr", ctypes.c_uint64),
         ("propagation", ctypes.c_uint64),
