@@ -281,8 +281,14 @@ class Reader:
             segments = self._read_sparse_map(size_bytes)
         uid = _integer(records["uid"], "uid") if "uid" in records else _number(block[108:116])
         gid = _integer(records["gid"], "gid") if "gid" in records else _number(block[116:124])
-        if max(uid, gid) >= 1 << 32:
-            raise _malformed(f"an owner {uid}:{gid}")
+        device = (_number(block[329:337]), _number(block[337:345]))
+        mtime_ns = _number(block[136:148], signed=True) * 10**9
+        if "mtime" in records:
+            mtime_ns = _nanoseconds(records["mtime"])
+        if max(uid, gid) >= 1 << 32 or device[0] >= 1 << 12 or device[1] >= 1 << 20:
+            raise _malformed(f"the owner {uid}:{gid} or device {device[0]}:{device[1]} of {name[:80]!r}")
+        if abs(mtime_ns) >= 10**20:
+            raise _malformed(f"the time of {name[:80]!r}")
         return Entry(
             path=_path(name),
             kind=Kind(kind),
@@ -290,11 +296,9 @@ class Reader:
             uid=uid,
             gid=gid,
             size_bytes=size_bytes,
-            mtime_ns=_nanoseconds(records["mtime"])
-            if "mtime" in records
-            else _number(block[136:148], signed=True) * 10**9,
+            mtime_ns=mtime_ns,
             link=_path(records.get("linkpath") or block[157:257].split(b"\0", 1)[0]),
-            device=(_number(block[329:337]), _number(block[337:345])),
+            device=device,
             xattrs=_xattrs(records),
             segments=segments,
         )
