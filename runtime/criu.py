@@ -49,6 +49,10 @@ _HINTS = (
 )  # fmt: skip
 
 
+_HARMLESS = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE for self")
+"""Errors that CRIU logs and goes on from."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why CRIU failed: its decisive log line, what to do, and where the whole log is kept."""
@@ -76,7 +80,7 @@ def failure(log: Path, keep_in: Path, name: str) -> Failure:
         text = log.read_text(errors="replace")
     except OSError:
         return Failure("CRIU wrote no log", "check that `criu check` passes: run `cedana check`", None)
-    errors = [line for line in text.splitlines() if "Error (" in line]
+    errors = [line for line in text.splitlines() if "Error (" in line and not _HARMLESS.search(line)]
     line = re.sub(r"^\(\d+\.\d+\)\s*", "", errors[0]).strip() if errors else text.strip()[-200:]
     joined = "\n".join(errors)
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, joined)), "")

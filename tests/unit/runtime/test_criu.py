@@ -11,6 +11,7 @@ from runtime import criu
 
 LOG = """\
 (00.010000) Dumping processes (pid: 7)
+(00.070000) Error (criu/util.c:1534): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted
 (00.120000) Error (criu/sk-unix.c:835): sk unix: Can't dump half of stream unix connection.
 (00.130000) Error (criu/cr-dump.c:2111): Dumping FAILED.
 """
