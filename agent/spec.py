@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from oci.artifact import ENV_MARKER
-
 from agent.errors import NotAllowedError
 from base.errors import UsageError
+from oci.artifact import ENV_MARKER
 from oci.errors import ArtifactError
 from runtime.errors import IncompatibleError
 
@@ -353,7 +352,7 @@ class _Builder:
 
     def _device_rules(self, resources: Mapping[str, Any]) -> list[Json]:
         rules: list[Json] = [{"allow": False, "access": "rwm"}]
-        rules += [_device_rule(*device, "rwm") for device in _DEFAULT_DEVICES]
+        rules += [_device_rule(kind, major, minor, "rwm") for kind, major, minor in _DEFAULT_DEVICES]
         for entry in _list(resources, "devices", "resources"):
             claimed = _object(entry, "device rule")
             if not _boolean(claimed, "allow", "device rule"):

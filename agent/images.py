@@ -1,0 +1,259 @@
+"""Container images in containerd: which one a container came from, and bringing one here for a restore."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oci.content import ContentDirectory
+
+from agent.api import containerd_pb2 as api
+from agent.containerd import Client
+from agent.errors import AlreadyExistsError
+from base.errors import CedanaError, NotFoundError
+from base.trace import Trace
+from oci.artifact import Artifact, BaseImage
+from oci.errors import ArtifactError
+from oci.store import Descriptor, Store
+from runtime.errors import IncompatibleError
+from runtime.node import arch
+
+_CONTENT_PLUGIN = "io.containerd.content.v1"
+_INDEX_TYPES = frozenset(
+    {
+        "application/vnd.oci.image.index.v1+json",
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+    }
+)
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Image:
+    """The manifest of an image for this platform, and what it names."""
+
+    manifest: Descriptor
+    body: bytes
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+    diff_ids: tuple[str, ...]
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The name of the snapshot after each layer (image-spec, config.md, "Layer ChainID")."""
+        chain: list[str] = []
+        for diff_id in self.diff_ids:
+            both = f"{chain[-1]} {diff_id}" if chain else ""
+            chain.append(f"sha256:{hashlib.sha256(both.encode()).hexdigest()}" if chain else diff_id)
+        return tuple(chain)
+
+
+def content_directory(client: Client) -> Path:
+    return client.plugin_root(_CONTENT_PLUGIN)
+
+
+def locate(client: Client, container: api.Container) -> tuple[Path, str]:
+    """containerd's content directory, and the digest in it of the manifest of the container's image."""
+    directory = content_directory(client)
+    record = client.image(container.image) if container.image else None
+    if record is None:
+        raise NotFoundError(
+            f"the image of container {container.id} is not in containerd", hint="pull it again"
+        )
+    return directory, platform_manifest(ContentDirectory(directory), record.target.digest)[0].digest
+
+
+def base_image(client: Client, container: api.Container) -> BaseImage:
+    """The image whose layers the container's root filesystem stands on.
+
+    The container's image *name* may mean another image by now: what counts is the snapshot it was made from.
+    """
+    name = container.labels.get("nerdctl/name") or container.id
+    store = ContentDirectory(content_directory(client))
+    parent = client.snapshot_parent(container.snapshotter, container.snapshot_key)
+    if not parent:
+        raise IncompatibleError(
+            f"the root filesystem of container {name} is not made from an image",
+            hint="run the container from an image with an overlay snapshotter",
+        )
+    for record in sorted(client.images(), key=lambda image: image.name != container.image):
+        with suppress(CedanaError):
+            image = read_image(store, record.target.digest)
+            if image.chain and image.chain[-1] == parent:
+                _require_layers(store, image, record.name, name)
+                return BaseImage(store, image.manifest, container.image or record.name)
+    raise IncompatibleError(
+        f"the image that container {name} was made from ({container.image}) is no longer in containerd",
+        hint="pull the very same image again, then checkpoint",
+        details=f"no image of the namespace {client.namespace} ends in the snapshot {parent}",
+    )
+
+
+def bring(client: Client, artifact: Artifact, source: Store, snapshotter: str, trace: Trace) -> str:
+    """Put the artifact's base image into containerd, unpacked; returns its name there.
+
+    Call inside `client.lease()`. An image of the same name that is another one is not touched.
+    """
+    assert artifact.base is not None
+    image = read_image(source, artifact.base.digest)
+    missing = [d for d in (*image.layers, image.config) if not client.has_content(d.digest)]
+    with trace.step("image"):
+        total, done = sum(blob.size for blob in missing), 0
+        for blob in missing:
+            with source.open(blob) as reader:
+                client.write_content(
+                    blob.digest, blob.size, _chunks(reader, trace, done, total), _gc_labels(image, blob)
+                )
+            done += blob.size
+        labels = _gc_labels(image, image.manifest)
+        client.write_content(image.manifest.digest, len(image.body), [image.body], labels)
+    with trace.step("unpack"):
+        unpack(client, image, snapshotter)
+    return _name_image(client, artifact.record.container.image, image)
+
+
+def unpack(client: Client, image: Image, snapshotter: str) -> str:
+    """Make the image's snapshots; returns the name of the last one ('' for an image without layers)."""
+    parent = ""
+    for layer, diff_id, name in zip(image.layers, image.diff_ids, image.chain, strict=True):
+        if client.snapshot_parent(snapshotter, name) is None:
+            _unpack_layer(client, snapshotter, layer, diff_id, parent, name)
+        parent = name
+    if parent:
+        client.label_content(image.config.digest, {f"containerd.io/gc.ref.snapshot.{snapshotter}": parent})
+    return parent
+
+
+def platform_manifest(store: Store, digest: str) -> tuple[Descriptor, bytes]:
+    """The manifest with this digest or, if it is an index, the one in it for this machine."""
+    descriptor, body = store.manifest(digest)
+    if descriptor.media_type not in _INDEX_TYPES:
+        return descriptor, body
+    for entry in _json(body, "an image index").get("manifests") or []:
+        platform = entry.get("platform") if isinstance(entry, dict) else None
+        if isinstance(platform, dict) and (platform.get("os"), platform.get("architecture")) == (
+            "linux",
+            arch(),
+        ):
+            return store.manifest(Descriptor.from_json(entry).digest)
+    raise IncompatibleError(f"the image {digest} has no manifest for linux/{arch()}")
+
+
+def read_image(store: Store, digest: str) -> Image:
+    """Read an image's manifest and config; raises `ArtifactError` when they contradict each other."""
+    descriptor, body = platform_manifest(store, digest)
+    manifest = _json(body, "an image manifest")
+    config = Descriptor.from_json(manifest.get("config"))
+    layers = tuple(Descriptor.from_json(layer) for layer in _array(manifest.get("layers")))
+    if config.size > _MAX_CONFIG_BYTES:
+        raise ArtifactError(f"the config of the image {descriptor.digest} is too large")
+    with store.open(config) as reader:
+        rootfs = _json(_read_all(reader), "an image config").get("rootfs")
+    diff_ids = _array(rootfs.get("diff_ids") if isinstance(rootfs, dict) else None)
+    if not all(isinstance(diff_id, str) for diff_id in diff_ids) or len(diff_ids) != len(layers):
+        raise ArtifactError(f"the config of the image {descriptor.digest} does not match its manifest")
+    return Image(descriptor, body, config, layers, tuple(diff_ids))
+
+
+_MAX_CONFIG_BYTES = 8 << 20
+
+
+def _unpack_layer(
+    client: Client, snapshotter: str, layer: Descriptor, diff_id: str, parent: str, name: str
+) -> None:
+    key = f"cedana-extract-{hashlib.sha256(f'{client.namespace} {name}'.encode()).hexdigest()[:16]}"
+    with suppress(NotFoundError):
+        client.remove_snapshot(snapshotter, key)  # left by one that was killed
+    mounts = client.prepare_snapshot(snapshotter, key, parent)
+    try:
+        applied = client.apply_layer(descriptor_message(layer), mounts)
+        if applied != diff_id:
+            raise ArtifactError(
+                f"the layer {layer.digest} is not what its image's config says",
+                details=f"it unpacks to {applied}, the config names {diff_id}",
+            )
+        with suppress(AlreadyExistsError):
+            client.commit_snapshot(snapshotter, name, key)
+            return
+    except BaseException:
+        with suppress(CedanaError):
+            client.remove_snapshot(snapshotter, key)
+        raise
+    client.remove_snapshot(snapshotter, key)
+
+
+def _name_image(client: Client, wanted: str, image: Image) -> str:
+    """Give the image the name it had, or that name and its digest if another image has it here."""
+    target = descriptor_message(image.manifest)
+    name = wanted or f"cedana.local/base@{image.manifest.digest}"
+    existing = client.image(name)
+    if existing is not None and not _same(client, existing, image):
+        name = f"{name.partition('@')[0]}@{image.manifest.digest}"
+        existing = client.image(name)
+    if existing is None:
+        with suppress(AlreadyExistsError):
+            client.create_image(name, target)
+    return name
+
+
+def _same(client: Client, existing: api.Image, image: Image) -> bool:
+    if existing.target.digest == image.manifest.digest:
+        return True
+    with suppress(CedanaError):
+        store = ContentDirectory(content_directory(client))
+        return platform_manifest(store, existing.target.digest)[0].digest == image.manifest.digest
+    return False
+
+
+def _gc_labels(image: Image, blob: Descriptor) -> dict[str, str]:
+    """What containerd's garbage collector follows from a manifest (docs/garbage-collection.md)."""
+    if blob.digest != image.manifest.digest:
+        return {}
+    labels = {"containerd.io/gc.ref.content.config": image.config.digest}
+    return labels | {f"containerd.io/gc.ref.content.l.{n}": d.digest for n, d in enumerate(image.layers)}
+
+
+def _require_layers(store: Store, image: Image, reference: str, container: str) -> None:
+    missing = [layer.digest for layer in image.layers if not store.exists(layer)]
+    if missing:
+        raise IncompatibleError(
+            f"containerd has no longer the layers of {reference}, the image of container {container}",
+            hint="pull the image again (and set discard_unpacked_layers = false)",
+            details=missing[0],
+        )
+
+
+def descriptor_message(descriptor: Descriptor) -> api.Descriptor:
+    return api.Descriptor(media_type=descriptor.media_type, digest=descriptor.digest, size=descriptor.size)
+
+
+def _chunks(reader: Any, trace: Trace, done: int, total: int) -> Iterator[bytes]:
+    while chunk := reader.read(_READ_BYTES):
+        done += len(chunk)
+        trace.progress("image", done, total)
+        yield chunk
+
+
+def _read_all(reader: Any) -> bytes:
+    return b"".join(iter(lambda: reader.read(_READ_BYTES), b""))
+
+
+def _json(body: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise ArtifactError(f"{what} is not JSON", details=str(error)) from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{what} is not an object")
+    return value
+
+
+def _array(value: object) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ArtifactError("an image has no list of layers")
+    return value
