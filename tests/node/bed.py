@@ -218,8 +218,7 @@ class Node(Machine):
     def stop_containerd(self) -> None:
         """Stop containerd alone: its shims and containers go on."""
         assert self.containerd is not None
-        self.run(["pkill", "-x", "containerd"], check=False)
-        self.containerd.wait(timeout=20)
+        terminate(self.containerd)
 
     def ctr(self, *arguments: str | Path, **options: Any) -> str:
         return self.ns_exec([TOOLS / "ctr", *arguments], **options)
@@ -250,6 +249,17 @@ class Node(Machine):
     def log(self, name: str) -> str:
         path = self.base / "log" / f"{name}.out"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def read(self, name: str, path: str) -> str:
+        """The file `path` of the container, as it is now; '' if there is none."""
+        done = self.run(["cat", f"/proc/{self.task_pid(name)}/root{path}"], check=False)
+        return done.stdout if done.returncode == 0 else ""
+
+    def processes(self, name: str) -> dict[int, str]:
+        """Every process of the container: pid as numbered inside -> name."""
+        shown = self.exec(name, "sh", "-c", 'for p in /proc/[0-9]*; do echo "${p#/proc/} $(cat $p/comm)"; done')
+        pairs = (line.split(" ", 1) for line in shown.splitlines())
+        return {int(pid): comm for pid, comm in pairs if comm}
 
     def exec(self, name: str, *argv: str, **options: Any) -> str:
         """`ctr tasks exec`: the command's output, inside the container."""
@@ -319,8 +329,7 @@ class Bed:
 
     def stop_registry(self) -> None:
         assert self.registry_process is not None
-        self.hub.run(["pkill", "-x", "docker-registry"], check=False)
-        self.registry_process.wait(timeout=20)
+        terminate(self.registry_process)
 
     def image(self, name: str) -> str:
         """The reference of the workload image `name`: built, in the registry, and on node A."""
@@ -329,6 +338,16 @@ class Bed:
             archive = images.build(name)
             self.node_a.ctr("images", "import", "--index-name", reference, archive)
             self.node_a.ctr("images", "push", "--plain-http", reference)
+        return reference
+
+    def move(self, name: str, *, checkpoint: Sequence[str] = (), restore: Sequence[str] = ()) -> str:
+        """The container `name` from node A to node B through the registry; returns the checkpoint's reference."""
+        reference = self.reference(name)
+        self.node_a.cedana("checkpoint", name, "--to", reference, *checkpoint)
+        status = self.node_a.task_status(name)
+        if status not in ("", "STOPPED"):
+            raise CommandFailed(f"after the checkpoint {name} is {status} on node A")
+        self.node_b.cedana("restore", reference, *restore)
         return reference
 
     def reference(self, name: str) -> str:
@@ -370,6 +389,14 @@ def environment() -> dict[str, str]:
     """What programs inside a machine get: nothing of the test process leaks in."""
     path = [str(_bin()), str(TOOLS), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
     return {"PATH": ":".join(path), "HOME": "/root", "LANG": "C.UTF-8", "TERM": "xterm"}
+
+
+def terminate(process: subprocess.Popen[Any], timeout_s: float = 20) -> None:
+    """End a daemon started by `Machine.popen`, and wait until it is gone: `process` only waits for it."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(timeout=timeout_s)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the daemon ended", timeout_s)
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
