@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agent.api import containerd_pb2 as api
@@ -64,7 +64,7 @@ def find(client: Client, name: str) -> api.Container:
     )
 
 
-def describe(client: Client, container: api.Container, image_digest: str) -> Container:
+def describe(client: Client, container: api.Container) -> Container:
     """The running container as the engine sees it; raises `NotRunningError` if nothing of it runs."""
     name = container.labels.get(NERDCTL_NAME) or container.id
     task = client.task(container.id)
@@ -89,12 +89,11 @@ def describe(client: Client, container: api.Container, image_digest: str) -> Con
         systemd_cgroup=options.systemd_cgroup,
         name=name,
         image=container.image,
-        image_digest=image_digest,
         labels=dict(container.labels),
         runtime=container.runtime.name,
     )
     bundle = _bundle(described)
-    return Container(**{**described.__dict__, "bundle": bundle, "spec": load_spec(bundle)})
+    return replace(described, bundle=bundle, spec=load_spec(bundle))
 
 
 def runc_options(container: api.Container) -> RuncOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _INDEX_TYPES = frozenset(
     }
 )
 _READ_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 8 << 20
+_IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}")
+_UNNAMED = "cedana.local/base"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def base_image(client: Client, container: api.Container) -> BaseImage:
 def bring(client: Client, artifact: Artifact, source: Store, snapshotter: str, trace: Trace) -> str:
     """Put the artifact's base image into containerd, unpacked; returns its name there.
 
-    Call inside `client.lease()`. An image of the same name that is another one is not touched.
+    Call inside `client.lease()`.
     """
     assert artifact.base is not None
     image = read_image(source, artifact.base.digest)
@@ -160,9 +164,6 @@ def read_image(store: Store, digest: str) -> Image:
     return Image(descriptor, body, config, layers, tuple(diff_ids))
 
 
-_MAX_CONFIG_BYTES = 8 << 20
-
-
 def _unpack_layer(
     client: Client, snapshotter: str, layer: Descriptor, diff_id: str, parent: str, name: str
 ) -> None:
@@ -188,16 +189,17 @@ def _unpack_layer(
 
 
 def _name_image(client: Client, wanted: str, image: Image) -> str:
-    """Give the image the name it had, or that name and its digest if another image has it here."""
-    target = descriptor_message(image.manifest)
-    name = wanted or f"cedana.local/base@{image.manifest.digest}"
-    existing = client.image(name)
-    if existing is not None and not _same(client, existing, image):
-        name = f"{name.partition('@')[0]}@{image.manifest.digest}"
-        existing = client.image(name)
-    if existing is None:
-        with suppress(AlreadyExistsError):
-            client.create_image(name, target)
+    """The image's name here: the one it had if that means this image already, else that name and its digest.
+
+    A bare name is never given: an artifact must not decide what `redis:latest` means on this node.
+    """
+    existing = client.image(wanted) if _IMAGE_NAME.fullmatch(wanted) else None
+    if existing is not None and _same(client, existing, image):
+        return wanted
+    name = wanted.partition("@")[0] if _IMAGE_NAME.fullmatch(wanted) else _UNNAMED
+    name = f"{name}@{image.manifest.digest}"
+    with suppress(AlreadyExistsError):
+        client.create_image(name, descriptor_message(image.manifest))
     return name
 
 

@@ -1,0 +1,89 @@
+"""`cedana checkpoint`: from a container in containerd to an artifact in a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from agent import containers, images, references
+from agent.api import containerd_pb2 as api
+from agent.containerd import Client
+from base.config import Config
+from base.errors import CedanaError
+from base.trace import Trace
+from oci import open_store
+from runtime import checkpoint as engine
+from runtime.participants import participants
+
+CHECKPOINTED_LABEL = "ai.cedana.checkpointed"
+"""On a container that ended with a checkpoint: the checkpoint's id and when (seconds since the epoch)."""
+RESTART_LABEL = "containerd.io/restart.status"
+_STOPPED = {RESTART_LABEL: "stopped", "containerd.io/restart.explicitly-stopped": "true"}
+_EXIT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    container_id: str
+    container: str
+    """Its name."""
+    reference: references.AnyReference
+    result: engine.CheckpointResult
+    warnings: tuple[str, ...] = ()
+
+
+def checkpoint(
+    name: str, target: str, options: engine.CheckpointOptions, config: Config, trace: Trace
+) -> Checkpointed:
+    """Save the container called `name` as `target` ('' for this node's own layout).
+
+    The container is untouched if anything fails. Without `leave_running` it has ended at the end; its record
+    stays in containerd.
+    """
+    with Client(config.containerd_address, config.containerd_namespace) as client:
+        record = containers.find(client, name)
+        described = containers.describe(client, record)
+        base = images.base_image(client, record)
+        described = replace(described, image_digest=base.manifest.digest)
+        reference = references.target(target, described.name, config)
+        store = open_store(reference, config)
+        with _no_restart(client, record, keep=options.leave_running):
+            result = engine.checkpoint(
+                described, store, reference.tag, base, options, participants(), config, trace
+            )
+        warnings: list[str] = []
+        if not options.leave_running:
+            with trace.step("remove task"):
+                warnings += _remove_task(client, record.id, result.id)
+    return Checkpointed(record.id, described.name, reference, result, tuple(warnings))
+
+
+@contextmanager
+def _no_restart(client: Client, container: api.Container, keep: bool) -> Iterator[None]:
+    """Keep containerd's restart monitor from starting the container again where it has just ended.
+
+    While the checkpoint runs the label is gone: "stopped" would make the monitor kill the container.
+    """
+    status = container.labels.get(RESTART_LABEL, "")
+    if keep or not status:
+        yield
+        return
+    client.update_labels(container.id, {RESTART_LABEL: ""})
+    try:
+        yield
+    except BaseException:
+        client.update_labels(container.id, {RESTART_LABEL: status})
+        raise
+    client.update_labels(container.id, _STOPPED)
+
+
+def _remove_task(client: Client, container_id: str, checkpoint_id: str) -> Iterator[str]:
+    """Remove what is left of the ended container but its record; yields what could not be done."""
+    try:
+        client.wait_task(container_id, _EXIT_TIMEOUT_S)
+        client.delete_task(container_id)
+        client.update_labels(container_id, {CHECKPOINTED_LABEL: f"{checkpoint_id} {time.time():.3f}"})
+    except CedanaError as error:
+        yield f"the container has ended, but its task could not be removed: {error.details or error.message}"
