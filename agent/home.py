@@ -85,9 +85,7 @@ class Home:
             shutil.rmtree(self.hosts.parent, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def labels(
-        self, claimed: Mapping[str, str], hostname: str, host_network: bool, address: Path
-    ) -> dict[str, str]:
+    def labels(self, claimed: Mapping[str, str], hostname: str, host_network: bool) -> dict[str, str]:
         """The container's labels: the user's own from the artifact, everything else made here."""
         kept = {
             key: value

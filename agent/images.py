@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oci.content import ContentDirectory
-
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
 from agent.errors import AlreadyExistsError
 from base.errors import CedanaError, NotFoundError
 from base.trace import Trace
 from oci.artifact import Artifact, BaseImage
+from oci.content import ContentDirectory
 from oci.errors import ArtifactError
 from oci.store import Descriptor, Store
 from runtime.errors import IncompatibleError
@@ -98,12 +97,18 @@ def base_image(client: Client, container: api.Container) -> BaseImage:
     )
 
 
-def bring(client: Client, artifact: Artifact, source: Store, snapshotter: str, trace: Trace) -> str:
-    """Put the artifact's base image into containerd, unpacked; returns its name there.
+def bring(
+    client: Client, artifact: Artifact, source: Store, snapshotter: str, trace: Trace
+) -> tuple[str, str]:
+    """Put the artifact's base image into containerd, unpacked; returns its name and its last snapshot.
 
     Call inside `client.lease()`.
     """
-    assert artifact.base is not None
+    if artifact.base is None:
+        raise IncompatibleError(
+            "the checkpoint has no base image: its container was not made from one",
+            hint="checkpoint a container that was run from an image",
+        )
     image = read_image(source, artifact.base.digest)
     missing = [d for d in (*image.layers, image.config) if not client.has_content(d.digest)]
     with trace.step("image"):
@@ -117,8 +122,8 @@ def bring(client: Client, artifact: Artifact, source: Store, snapshotter: str, t
         labels = _gc_labels(image, image.manifest)
         client.write_content(image.manifest.digest, len(image.body), [image.body], labels)
     with trace.step("unpack"):
-        unpack(client, image, snapshotter)
-    return _name_image(client, artifact.record.container.image, image)
+        snapshot = unpack(client, image, snapshotter)
+    return _name_image(client, artifact.record.container.image, image), snapshot
 
 
 def unpack(client: Client, image: Image, snapshotter: str) -> str:

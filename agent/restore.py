@@ -6,28 +6,42 @@ failure everything made here is gone again; the artifact and the base image stay
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
-from contextlib import ExitStack
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf import any_pb2
 
 from agent import images, references
 from agent.api import containerd_pb2 as api
+from agent.checkpoint import CHECKPOINTED_LABEL
 from agent.containerd import Client
-from agent.home import home
+from agent.containers import NERDCTL_NAME, RUNTIME, check_name
+from agent.errors import AlreadyExistsError, ContainerdError
+from agent.home import Home, home
 from agent.spec import target_spec
 from base.config import Config
+from base.errors import CedanaError
 from base.trace import Trace
 from oci import open_store
 from oci.artifact import Artifact
-from runtime import fetch
+from oci.record import CheckpointRecord
+from runtime import fetch, rootfs
+from runtime.container import Mount
+from runtime.errors import RestoreError
 
 RESTORE_ANNOTATION = "ai.cedana.restore-from"
 TCP_ANNOTATION = "ai.cedana.tcp"
 BRIDGE_ANNOTATION = "ai.cedana.bridge"
 _SPEC_TYPE = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
-_CONTAINER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,75}")
+_MAX_ID = 76
+"""containerd's limit on the length of a container's id."""
 _NERDCTL_ID = re.compile(r"[0-9a-f]{64}")
 _END_TIMEOUT_S = 10.0
 
@@ -100,18 +114,134 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
             snapshot = f"{container_id}-{artifact.record.id[:12]}-{secrets.token_hex(4)}"
             mounts = client.prepare_snapshot(snapshotter, snapshot, parent)
             undo.callback(_quietly, client.remove_snapshot, snapshotter, snapshot)
-            labels = own.labels(
-                artifact.record.container.labels, spec.get("hostname", ""), not _has_own_network(spec)
+            hostname = spec.get("hostname", "")
+            record = api.Container(
+                id=container_id,
+                labels=own.labels(artifact.record.container.labels, hostname, _on_host_network(spec)),
+                image=image,
+                runtime=api.Container.Runtime(name=RUNTIME),
+                spec=_packed(spec),
+                snapshotter=snapshotter,
+                snapshot_key=snapshot,
             )
-            record = _record(container_id, labels, image, spec, snapshotter, snapshot)
             client.create_container(record)
             undo.callback(_quietly, client.delete_container, container_id)
-        with trace.step("create"):
-            undo.callback(_end_task, client, container_id)
-            client.create_task(_task(container_id, mounts, own, spec))
-        with trace.step("start"), _explained(identity.name):
-            pid = client.start_task(container_id)
-        _settle(client, record, own.restart_labels(artifact.record.container.labels))
+        with _explained(identity.name):
+            with trace.step("create"):
+                undo.callback(_end_task, client, container_id)
+                client.create_task(_task(container_id, mounts, own, spec))
+            with trace.step("start"):
+                pid = client.start_task(container_id)
         undo.pop_all()
-        _forget(client, identity.predecessor)
+        _settle(client, record, spec, own.restart_labels(artifact.record.container.labels))
+        if identity.predecessor is not None:
+            _quietly(client.remove_snapshot, snapshotter, identity.predecessor.snapshot_key)
     return Restored(container_id, identity.name, pid, pinned, own.log_uri)
+
+
+def choose_identity(client: Client, record: CheckpointRecord, wanted_name: str) -> Identity:
+    """The name and id the container gets here; raises `AlreadyExistsError` if the name is taken.
+
+    The container that ended with this very checkpoint makes way, unless it has run since.
+    """
+    original = record.container
+    name = check_name(wanted_name or original.name)
+    for taken in client.containers(f"id=={name}", f'labels."{NERDCTL_NAME}"=={name}'):
+        if _ended_with(client, taken, record.id):
+            return Identity(taken.id, name, taken)
+        raise AlreadyExistsError(
+            f"there is a container {name!r} already in the namespace {client.namespace!r}",
+            hint=f"remove it (nerdctl rm {name}), or give another name: --name",
+            details=f"id {taken.id[:64]}",
+        )
+    if NERDCTL_NAME not in original.labels:
+        return Identity(name[:_MAX_ID], name)
+    if _NERDCTL_ID.fullmatch(original.id) and not client.containers(f"id=={original.id}"):
+        return Identity(original.id, name)
+    return Identity(secrets.token_hex(32), name)
+
+
+def _ended_with(client: Client, container: api.Container, checkpoint_id: str) -> bool:
+    """Whether nothing became of `container` since the checkpoint that ended it."""
+    ended, _, when = container.labels.get(CHECKPOINTED_LABEL, "").partition(" ")
+    if ended != checkpoint_id or client.task(container.id) is not None:
+        return False
+    mounts = client.snapshot_mounts(container.snapshotter, container.snapshot_key)
+    upper = rootfs.overlay_dirs([Mount(m.type, m.source, m.target, tuple(m.options)) for m in mounts]).upper
+    try:
+        return all(path.lstat().st_ctime <= float(when) for path in (upper, *upper.rglob("*")))
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _replaced(client: Client, predecessor: api.Container | None) -> Iterator[None]:
+    """Take the predecessor's record away; put it back, with its snapshot, if the block fails."""
+    if predecessor is None:
+        yield
+        return
+    client.keep(f"snapshots/{predecessor.snapshotter}", predecessor.snapshot_key)
+    client.delete_container(predecessor.id)
+    try:
+        yield
+    except BaseException:
+        client.create_container(predecessor)
+        raise
+
+
+def _annotations(reference: references.AnyReference, options: RestoreOptions) -> dict[str, str]:
+    """What our runtime reads from the container's spec."""
+    wishes = {TCP_ANNOTATION: options.tcp, BRIDGE_ANNOTATION: options.bridge}
+    return {RESTORE_ANNOTATION: str(reference)} | {key: value for key, value in wishes.items() if value}
+
+
+def _settle(client: Client, record: api.Container, spec: dict[str, Any], labels: dict[str, str]) -> None:
+    """Make the running container an ordinary one: a later start runs its program anew."""
+    ours = (RESTORE_ANNOTATION, TCP_ANNOTATION, BRIDGE_ANNOTATION)
+    kept = {key: value for key, value in spec["annotations"].items() if key not in ours}
+    changed = api.Container(id=record.id, labels=labels, spec=_packed({**spec, "annotations": kept}))
+    client.update_container(changed, "spec", *(f"labels.{name}" for name in labels))
+
+
+def _task(
+    container_id: str, mounts: list[api.Mount], own: Home, spec: dict[str, Any]
+) -> api.CreateTaskRequest:
+    return api.CreateTaskRequest(
+        container_id=container_id,
+        rootfs=mounts,
+        stdout=own.log_uri,
+        stderr=own.log_uri,
+        terminal=spec["process"]["terminal"],
+    )
+
+
+def _packed(spec: dict[str, Any]) -> any_pb2.Any:
+    return any_pb2.Any(type_url=_SPEC_TYPE, value=json.dumps(spec).encode())
+
+
+def _on_host_network(spec: dict[str, Any]) -> bool:
+    return not any(namespace["type"] == "network" for namespace in spec["linux"]["namespaces"])
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Say a failed create or start in terms of the restore: containerd only passes our runtime's words on."""
+    try:
+        yield
+    except ContainerdError as error:
+        raise RestoreError(
+            f"container {name} could not be restored",
+            hint=error.hint or "nothing of it is left here; the checkpoint is intact",
+            details=error.details or error.message,
+        ) from error
+
+
+def _end_task(client: Client, container_id: str) -> None:
+    _quietly(client.kill_task, container_id, signal.SIGKILL)
+    _quietly(client.wait_task, container_id, _END_TIMEOUT_S)
+    _quietly(client.delete_task, container_id)
+
+
+def _quietly(function: Callable[..., object], *arguments: object) -> None:
+    with suppress(CedanaError):
+        function(*arguments)
