@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from base.config import Config
 from base.errors import NotFoundError, UsageError
 from oci import open_store
+from oci.errors import ArtifactError
+from oci.record import CheckpointRecord
 from oci.reference import LayoutReference, Reference, is_digest, is_tag, parse
 
 AnyReference = Reference | LayoutReference
@@ -21,10 +23,18 @@ _TIME = "%Y%m%dT%H%M%SZ"
 _MAX_NAME = 128 - len("-20260101T000000Z")
 
 
-def new_tag(container_name: str) -> str:
-    """The tag of a checkpoint taken now."""
+def new_tag(container_name: str, when: datetime | None = None) -> str:
+    """The tag of a checkpoint taken `when`, or now."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", container_name).lstrip(".-")[:_MAX_NAME] or "container"
-    return f"{name}-{datetime.now(UTC).strftime(_TIME)}"
+    return f"{name}-{(when or datetime.now(UTC)).astimezone(UTC).strftime(_TIME)}"
+
+
+def tag_of(record: CheckpointRecord) -> str:
+    """The tag a checkpoint would have got on the node it was taken on."""
+    try:
+        return new_tag(record.container.name, datetime.fromisoformat(record.created))
+    except ValueError as error:
+        raise ArtifactError("the checkpoint says no proper time of its making") from error
 
 
 def target(text: str, container_name: str, config: Config) -> AnyReference:
