@@ -237,11 +237,18 @@ class Node(Machine):
         return done
 
     def run_container(
-        self, image: str, name: str, *argv: str, runtime: str = "io.containerd.cedana.v1", options: Sequence[str] = ()
+        self, image: str, name: str, *argv: str, runtime: str = "io.containerd.cedana.v1", options: Sequence[str] = (),
+        network: bool = True,
     ) -> None:
-        """`ctr run -d` with the bed's network, its output kept in a log file (`log`)."""
-        self.ctr("run", "--detach", "--cni", "--runtime", runtime,
-                 "--log-uri", f"file://{self.log_path(name)}", *options, image, name, *argv)  # fmt: skip
+        """`ctr run -d`, with an address on the bed's network unless told not; its output goes to `log`."""
+        self.ctr("run", "--detach", *(["--cni"] if network else []), "--runtime", runtime,
+                 "--log-uri", f"file://{self.log_path(name)}", *self._limits(), *options, image, name, *argv)  # fmt: skip
+
+    def _limits(self) -> list[str]:
+        """ctr always asks for CPU shares; a v2 tree beside v1 hierarchies has no controller to give them."""
+        if self.cgroup_version == 1 or cgroups.default_version() == 2:
+            return []
+        return ["--cpu-shares", "0"]
 
     def log_path(self, name: str) -> Path:
         return Path("/var/log") / f"{name}.out"
@@ -294,6 +301,13 @@ class Node(Machine):
         """Whatever is left of the container `name`, away with it."""
         self.run([TOOLS / "ctr", "tasks", "rm", "--force", name], check=False)
         self.run([TOOLS / "ctr", "containers", "rm", name], check=False)
+        self._release_address(name)
+
+    def _release_address(self, name: str) -> None:
+        """Give back what `ctr run --cni --detach` took: nothing else ever does."""
+        for lease in (self.base / "cni" / "networks" / "bed").glob("10.*"):
+            if lease.read_text().split()[:1] == [f"default-{name}"]:
+                lease.unlink()
 
 
 @dataclass

@@ -116,7 +116,10 @@ def build(name: str) -> Path:
 
 
 def cni_plugins() -> Path:
-    """The directory of the CNI plugins, from Debian's package."""
+    """The directory of the CNI plugins, from Debian's package: installed, or else unpacked here."""
+    installed = Path("/usr/lib/cni")
+    if (installed / "bridge").exists():
+        return installed
     directory = CACHE / f"cni-{_platform()}"
     if not directory.exists():
         with tempfile.TemporaryDirectory(dir=_cache()) as scratch:
@@ -243,10 +246,11 @@ def _merged(path: str) -> str:
 def _closure(packages: Iterable[str]) -> list[str]:
     """`packages` and all they depend on, as `name=version`, without what workloads never use."""
     names = sorted(packages)
-    simulated = subprocess.run(
-        [*_apt(), "--simulate", "--no-install-recommends", "install", *names],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    argv = [*_apt(), "--simulate", "--no-install-recommends", "install", *names]
+    simulated = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if simulated.returncode != 0:
+        subprocess.run(["apt-get", "-qq", "update"], check=False)
+        simulated = subprocess.run(argv, capture_output=True, text=True, check=False)
     if simulated.returncode != 0:
         raise RuntimeError(
             f"apt cannot find {', '.join(names)} (does `apt-get update` work?): {simulated.stderr.strip()}"

@@ -1,7 +1,7 @@
 """What the workload programs share: make some state, run on, and, when asked, say whether it is all still there.
 
-`/ready` appears when the state is made, `/ticks` counts while the program runs, and once `/verify` exists the
-state is looked at and `/result` says "ok" or what is wrong.
+`/ticks` counts from when the state is made, `/gap` is the longest the program was kept from counting, in
+seconds, and once `/verify` exists the state is looked at and `/result` says "ok" or what is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+PERIOD_S = 0.02
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -22,13 +23,17 @@ def run(prepare: Callable[[], Callable[[], None]]) -> None:
     """`prepare` makes the state and returns what verifies it."""
     pid, tid, started = os.getpid(), threading.get_native_id(), time.monotonic()
     verify = prepare()
-    write("/ready", "")
-    ticks = 0
+    ticks, longest_gap_s, last = 0, 0.0, time.monotonic()
     while not os.path.exists("/verify"):
         ticks += 1
         write("/ticks", str(ticks))
         print(f"tick {ticks}", flush=True)
-        time.sleep(0.05)
+        time.sleep(PERIOD_S)
+        now = time.monotonic()
+        if now - last - PERIOD_S > longest_gap_s:
+            longest_gap_s = now - last - PERIOD_S
+            write("/gap", f"{longest_gap_s:.4f}")
+        last = now
     try:
         expect(os.getpid(), pid, "pid")
         expect(threading.get_native_id(), tid, "thread id")

@@ -1,0 +1,39 @@
+"""Holds memory: `memory.py MIB`, half of it incompressible, half of it text, and counts."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import sys
+from collections.abc import Callable
+
+import workload
+
+BLOCK = 1 << 20
+
+
+def prepare() -> Callable[[], None]:
+    size = int(sys.argv[1]) * BLOCK
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for at in range(0, size, BLOCK):
+        memory[at : at + BLOCK] = os.urandom(BLOCK) if at // BLOCK % 2 else text(at // BLOCK)
+    digest = hashlib.sha256(memory).hexdigest()
+
+    def verify() -> None:
+        workload.expect(hashlib.sha256(memory).hexdigest(), digest, "digest of the memory")
+
+    return verify
+
+
+def text(number: int) -> bytes:
+    """A mebibyte of lines as a log has them: every line differs, a compressor finds much to take out."""
+    lines, length = [], 0
+    while length < BLOCK:
+        line = f"{number:06d} {length:08d} GET /api/v1/items/{length * 7919 % 99991} 200 {length * 31 % 5077} ms\n"
+        lines.append(line)
+        length += len(line)
+    return "".join(lines)[:BLOCK].encode()
+
+
+workload.run(prepare)
