@@ -44,7 +44,7 @@ def decode(cls: type[T], value: object, where: str) -> T:
     if not isinstance(value, dict):
         raise ArtifactError(f"{where} is not an object")
     arguments: dict[str, Any] = {}
-    for field, hint in _fields(cls):
+    for field, hint in _fields(cls):  # type: ignore[arg-type]
         if field.name in value:
             arguments[field.name] = _convert(hint, value[field.name], f"{where}.{field.name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:

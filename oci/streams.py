@@ -35,16 +35,16 @@ class CompressedUpload:
         """Take the whole stream; raises what making or storing it raises."""
         compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
         digest = hashlib.sha256()
-        pieces: list[bytes] = []
+        piece = bytearray()
         try:
             for chunk in chunks:
                 digest.update(chunk)
                 self._size += len(chunk)
-                pieces.append(compressor.compress(chunk))
-                if sum(map(len, pieces)) >= _PIECE_BYTES:
-                    self._put(b"".join(pieces))
-                    pieces = []
-            self._put(b"".join((*pieces, compressor.flush())))
+                piece += compressor.compress(chunk)
+                if len(piece) >= _PIECE_BYTES:
+                    self._put(bytes(piece))
+                    piece.clear()
+            self._put(bytes(piece + compressor.flush()))
             self._put(None)
         except BaseException:
             if not self._upload.done():
