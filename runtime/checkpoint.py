@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oci.artifact import ArtifactWriter, BaseImage
-from oci.store import Descriptor, Store
-
 from base.config import Config
 from base.trace import Step, Trace
 from hooks.participant import Participant
+from oci.artifact import ArtifactWriter, BaseImage
+from oci.store import Descriptor, Store
 from runtime import criu, memory, record, rootfs
 from runtime.container import Container
 from runtime.manifest import DumpManifest
@@ -75,9 +74,6 @@ def checkpoint(
             stopped.probe()
             layers = rootfs.overlay_dirs(container.bundle / "rootfs")
         writer = cleanup.enter_context(ArtifactWriter(store, base, trace))
-        with trace.step("base image"):
-            writer.add_base()
-
         cleanup.enter_context(stopped)
         frozen_at = trace.elapsed_s()
         with trace.step("dump"):
@@ -93,7 +89,7 @@ def checkpoint(
                 stopped.resume()
             frozen_s = trace.elapsed_s() - frozen_at
         with trace.step("memory"):
-            memory_bytes = memory.store(images, writer.pages, trace, "memory")
+            memory_bytes = memory.store(images, writer.pages)
         with trace.step("commit"):
             writer.add_criu_images(images)
             writer.add_spec(json.dumps(container.spec).encode())

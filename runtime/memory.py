@@ -11,9 +11,8 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from oci.pages import PageReader, PageWriter, Run
-
 from base.trace import Trace
+from oci.pages import PageReader, PageWriter, Run
 from runtime.errors import CheckpointError, RestoreError
 from runtime.images import PAGE_SIZE, page_maps
 
@@ -21,14 +20,13 @@ _MAX_BYTES = 1 << 44
 """More than any machine has: the limit on what a hostile page map can ask for."""
 
 
-def store(images: Path, writer: PageWriter, trace: Trace, step: str) -> int:
-    """Hand every page of the dump in `images` to `writer`; returns the bytes of memory."""
-    maps = page_maps(images)
-    total = sum(page_map.size_bytes for page_map in maps)
-    done = 0
+def store(images: Path, writer: PageWriter) -> int:
+    """Hand every page of the dump in `images` to `writer`; returns the bytes of memory.
+
+    The writer reads the mapped files until it is finished.
+    """
+    maps = [page_map for page_map in page_maps(images) if page_map.runs]
     for page_map in maps:
-        if not page_map.runs:
-            continue
         path = images / f"pages-{page_map.pages_id}.img"
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < page_map.size_bytes:
@@ -39,10 +37,7 @@ def store(images: Path, writer: PageWriter, trace: Trace, step: str) -> int:
             length = run.pages * PAGE_SIZE
             writer.add(page_map.name, run.address, pages[offset : offset + length])
             offset += length
-            done += length
-            trace.progress(step, done, total)
-    writer.close()
-    return total
+    return sum(page_map.size_bytes for page_map in maps)
 
 
 def load(images: Path, reader: PageReader, trace: Trace, step: str) -> int:
