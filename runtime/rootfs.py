@@ -79,7 +79,9 @@ class OverlayDirs:
         return _USER if self.user_xattr else _TRUSTED
 
 
-def overlay_dirs(where: Path | Sequence[Mount], mountinfo: Path = Path("/proc/self/mountinfo")) -> OverlayDirs:
+def overlay_dirs(
+    where: Path | Sequence[Mount], mountinfo: Path = Path("/proc/self/mountinfo")
+) -> OverlayDirs:
     """The directories of the overlay mounted at `where`, or that the mounts `where` would make.
 
     Raises `IncompatibleError` when it is not a writable overlay: then nothing tells the container's
@@ -115,9 +117,7 @@ def difference(dirs: OverlayDirs, extra: Mapping[str, Path] | None = None) -> It
     return _Difference(dirs, dict(extra or {})).stream()
 
 
-def apply(
-    stream: tar.Readable, upper: Path, lower: Sequence[Path] = (), *, user_xattr: bool = False
-) -> None:
+def apply(stream: tar.Readable, upper: Path, lower: Sequence[Path] = (), *, user_xattr: bool = False) -> None:
     """Make `upper` exactly what the layer `stream` says over `lower`; call before the overlay is mounted.
 
     What `upper` held before is removed. Raises `RestoreError` (or what `stream` raises), leaving it empty.
@@ -355,7 +355,8 @@ class _Difference:
                 piece = os.pread(fd, min(length, _CHUNK_BYTES), offset)
                 if not piece:
                     raise CheckpointError(
-                        f"{path} became shorter while it was read", hint="nothing but the container may use it"
+                        f"{path} became shorter while it was read",
+                        hint="nothing but the container may use it",
                     )
                 offset += len(piece)
                 length -= len(piece)
@@ -651,7 +652,9 @@ class _Applier:
                     if info is None or _is_whiteout(info):
                         continue
                     if not stat.S_ISDIR(info.st_mode):
-                        raise _refused(path, "the layer uses it as a directory, and the image has another file")
+                        raise _refused(
+                            path, "the layer uses it as a directory, and the image has another file"
+                        )
                     with _open_beneath(base, path, flags) as fd:
                         xattrs, _ = _xattrs(fd, self.marks)
                 entry = _described(path, info, xattrs)

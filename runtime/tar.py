@@ -304,20 +304,17 @@ class Reader:
         )
 
     def _read_sparse_map(self, size_bytes: int) -> list[Segment]:
-        pending = b""
-        lines: list[bytes] = []
-        used = 0
-        while not lines or len(lines) < 1 + 2 * _integer(lines[0], "sparse map"):
-            if self._left < BLOCK or used > _MAX_SPARSE_MAP_BYTES:
+        """The map before the data: a count and that many pairs, one number a line, in whole blocks."""
+        text = b""
+        wanted = 1
+        while text.count(b"\n") < wanted:
+            if self._left < BLOCK or len(text) > _MAX_SPARSE_MAP_BYTES:
                 raise _malformed("a sparse map that does not end")
-            *complete, pending = (pending + self._exactly(BLOCK)).split(b"\n")
-            if len(pending) > 32:
-                raise _malformed("a sparse map that is not one")
-            lines += complete
-            used += BLOCK
+            text += self._exactly(BLOCK)
             self._left -= BLOCK
-        numbers = [_integer(line, "sparse map") for line in lines[: 1 + 2 * _integer(lines[0], "sparse map")]]
-        segments = list(zip(numbers[1::2], numbers[2::2], strict=True))
+            wanted = 1 + 2 * _integer(text.split(b"\n", 1)[0], "sparse map")
+        numbers = [_integer(line, "sparse map") for line in text.split(b"\n", wanted)[1:wanted]]
+        segments = list(zip(numbers[::2], numbers[1::2], strict=True))
         end = 0
         for offset, length in segments:
             if offset < end or offset + length > size_bytes:
