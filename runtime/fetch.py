@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from oci.artifact import Artifact
-from oci.content import ContentDirectory
-from oci.reference import LayoutReference, Reference, parse
-from oci.store import Store
-
 from base.config import Config
 from base.errors import UsageError
 from base.trace import Trace
 from oci import open_store
+from oci.artifact import Artifact
+from oci.content import ContentDirectory
+from oci.reference import LayoutReference, Reference, parse
+from oci.store import Store
 from runtime import memory, rootfs
 from runtime.container import Mount
 from runtime.errors import IncompatibleError, RestoreError

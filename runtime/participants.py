@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hooks.network import NetworkParticipant
-
 from hooks.participant import Participant
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from base.config import Config
+from base.trace import Trace
 from oci.artifact import (
     CheckpointRecord,
     ContainerRecord,
@@ -17,9 +19,6 @@ from oci.artifact import (
     StepRecord,
 )
 from oci.pages import PageWriter
-
-from base.config import Config
-from base.trace import Trace
 from runtime import criu
 from runtime.container import Container
 from runtime.node import this_node
