@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from agent import images
+
 from agent.containerd import Client
-from base import config as configuration
+from agent import environment, images
 from base.errors import CedanaError
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m agent locate-image ID", file=sys.stderr)
         return 2
     try:
-        config = configuration.load()
+        config = environment.load()
         with Client(config.containerd_address, config.containerd_namespace) as client:
             directory, digest = images.locate(client, client.container(argv[2]))
     except CedanaError as error:

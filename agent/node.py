@@ -70,12 +70,14 @@ def restore(reference: str, options: RestoreOptions, config: Config, trace: Trac
 
 def push(source: str, target: str, config: Config, trace: Trace) -> Copied:
     """Copy a checkpoint to where `target` says, under its tag there or else the tag it has here."""
-    return _copy(references.existing(source, config), references.store_of(target, config), config, trace)
+    origin = references.existing(source, config)
+    return _copy(origin, references.store_of(target, config), origin.tag, config, trace)
 
 
 def pull(source: str, target: str, config: Config, trace: Trace) -> Copied:
-    """Copy a checkpoint to `target`; '' is this node's own layout."""
-    return _copy(references.existing(source, config), references.store_of(target, config), config, trace)
+    """Copy a checkpoint to `target`; '' is this node's own layout, under the container's name."""
+    origin = references.existing(source, config)
+    return _copy(origin, references.store_of(target, config), "", config, trace)
 
 
 def ls(store_text: str, config: Config) -> tuple[AnyReference, list[Entry]]:
@@ -110,17 +112,17 @@ def check(config: Config) -> list[Feature]:
     return features.check(config)
 
 
-def _copy(source: AnyReference, target: AnyReference, config: Config, trace: Trace) -> Copied:
+def _copy(source: AnyReference, target: AnyReference, tag: str, config: Config, trace: Trace) -> Copied:
     from oci import transfer
 
     origin = open_store(source, config)
     with trace.step("open"):
         artifact = Artifact.open(origin, source.name)
-    if not target.tag:
-        target = replace(target, tag=source.tag or references.tag_of(artifact.record))
-    destination = open_store(replace(target, digest=""), config)
-    manifest = transfer.copy(origin, artifact.manifest.digest, destination, target.tag, trace)
-    return Copied(source, replace(target, digest=""), manifest)
+    tag = target.tag or tag or references.tag_of(artifact.record)
+    target = replace(target, tag=tag, digest="")
+    destination = open_store(target, config)
+    manifest = transfer.copy(origin, artifact.manifest.digest, destination, tag, trace)
+    return Copied(source, target, manifest)
 
 
 def _entry(store: Store, tag: str) -> Entry:
