@@ -11,7 +11,7 @@ import asyncio
 import errno
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,7 +57,8 @@ class Host:
     """What all containers of this shim share."""
 
     namespace: str
-    config: Config
+    load_config: Callable[[], Config]
+    """Read anew for every container: an error in the file is the caller's answer, a repair needs no restart."""
     reaper: Reaper
     engine_env: Mapping[str, str]
 
@@ -99,10 +100,11 @@ class Container:
         check_identifier(request.id)
         spec = _load_spec(request.bundle)
         request.options.write(request.bundle)
-        binary = host.config.tool(request.options.binary_name or "runc")
+        config = host.load_config()
+        binary = config.tool(request.options.binary_name or "runc")
         root = request.options.runc_root(host.namespace)
         runc = Runc(binary, root, request.bundle / "log.json", request.options.systemd_cgroup)
-        runtime = OciRuntime(runc, request.bundle, host.reaper, environment(host.config))
+        runtime = OciRuntime(runc, request.bundle, host.reaper, environment(config))
         engine = Engine(
             {
                 "id": request.id,

@@ -73,6 +73,8 @@ def describe(error: BaseException) -> tuple[int, str]:
     """The code and the text an exception travels with."""
     if isinstance(error, TaskError):
         return error.code, str(error)
+    if isinstance(error, CedanaError):
+        return Code.UNKNOWN, f"{error.message}; {error.hint}" if error.hint else error.message
     if isinstance(error, TimeoutError):
         return Code.DEADLINE_EXCEEDED, "context deadline exceeded"
     return Code.UNKNOWN, str(error) or repr(error)
