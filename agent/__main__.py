@@ -10,9 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-
-from agent.containerd import Client
 from agent import environment, images
+from agent.containerd import Client
 from base.errors import CedanaError
 
 

@@ -20,12 +20,11 @@ from oci import open_store
 from oci.artifact import Artifact
 
 if TYPE_CHECKING:
-    from runtime.features import Feature
-
     from agent.checkpoint import Checkpointed
     from agent.restore import Restored, RestoreOptions
     from oci.store import Descriptor, Store
     from runtime.checkpoint import CheckpointOptions
+    from runtime.features import Feature
 
 _READERS = 8
 
