@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -203,6 +204,19 @@ class Node(Machine):
         )
         self.containerd: subprocess.Popen[Any] | None = None
 
+    def state(self) -> State:
+        """All that an operation could leave behind on this node."""
+        directories = ["/run/cedana", "/run/containerd", "/run/netns", "/tmp", "/var/lib/cedana",
+                       "/var/lib/containerd/io.containerd.content.v1.content",
+                       "/var/lib/containerd/io.containerd.runtime.v2.task"]  # fmt: skip
+        found = json.loads(
+            self.ns_exec(["/usr/bin/python3", "-I", "-S", str(MACHINE), "state", *directories])
+        )
+        for command in ("containers", "images", "snapshots", "leases"):
+            found[command] = self.ctr(command, "ls").splitlines()[1:]
+        found["files"] = [path for path in found["files"] if not path.startswith("/var/lib/cedana/log/")]
+        return State({kind: Counter(items) for kind, items in found.items()})
+
     def install_cni(self, plugins: Path) -> None:
         self.ns_exec(["mkdir", "-p", "/opt/cni/bin"])
         self.ns_exec(["mount", "--bind", plugins, "/opt/cni/bin"])
@@ -308,6 +322,21 @@ class Node(Machine):
         for lease in (self.base / "cni" / "networks" / "bed").glob("10.*"):
             if lease.read_text().split()[:1] == [f"default-{name}"]:
                 lease.unlink()
+
+
+@dataclass(frozen=True)
+class State:
+    """What there is on a node, by kind."""
+
+    items: Mapping[str, Counter[str]]
+
+    def left_behind(self, before: State) -> list[str]:
+        """What there is now and was not there `before`."""
+        return [
+            f"{kind}: {item}"
+            for kind, items in self.items.items()
+            for item in (items - before.items[kind]).elements()
+        ]
 
 
 @dataclass

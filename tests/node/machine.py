@@ -2,6 +2,7 @@
 
     machine.py join PROCS... -- ARGV      move into cgroups, then become ARGV
     machine.py init SPEC                  lay out mounts, say "ready", reap children until stdin closes
+    machine.py state DIRECTORY...         print all that an operation could leave behind, as JSON
 
 It runs with nothing but the standard library, and with `-I -S`, because every command that enters a
 machine passes through `join`. When the test process dies, its end of init's stdin closes, init ends, and
@@ -107,8 +108,44 @@ def _reap_until_stdin_closes() -> None:
                 pass
 
 
+def state(directories: Sequence[str]) -> dict[str, list[str]]:
+    """Processes, mounts, network namespaces, links, nft rules, cgroups, and the files below `directories`."""
+    processes, netns = [], {}
+    mine = {os.getpid(), os.getppid()}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            netns.setdefault(os.readlink(f"/proc/{pid}/ns/net"), f"/proc/{pid}/ns/net")
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+            if words and int(pid) not in mine and words.split()[0] not in ("sleep", "mv"):
+                processes.append(words)
+    with open("/proc/self/mountinfo") as file:
+        mounts = [f"{line.split()[4]} {line.split(' - ')[1].split()[0]}" for line in file]
+    inside = [["nsenter", f"--net={path}"] for path in netns.values()]
+    return {
+        "processes": processes,
+        "mounts": mounts,
+        "network namespaces": list(netns),
+        "links": _links(inside),
+        "nft rules": [line for enter in inside for line in _lines([*enter, "nft", "list", "ruleset"])],
+        "cgroups": [directory for directory, _, _ in os.walk("/sys/fs/cgroup")],
+        "files": [os.path.join(d, f) for top in directories for d, _, files in os.walk(top) for f in files],
+    }
+
+
+def _links(inside: Sequence[Sequence[str]]) -> list[str]:
+    lines = [line for enter in inside for line in _lines([*enter, "ip", "-o", "link"])]
+    return [line.split(":")[1].strip().split("@")[0] for line in lines]
+
+
+def _lines(argv: Sequence[str]) -> list[str]:
+    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "join":
         join(sys.argv[2:])
+    elif sys.argv[1] == "state":
+        print(json.dumps(state(sys.argv[2:])))
     else:
         init(json.loads(sys.argv[2]))

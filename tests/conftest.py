@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.node.bed import Bed
-from tests.node.bed import bed as running_bed
+if TYPE_CHECKING:
+    from tests.node.bed import Bed
 
 
 @pytest.fixture(scope="session")
 def bed() -> Iterator[Bed]:
     """Two nodes and a registry, for the whole session."""
+    from tests.node.bed import bed as running_bed
+
     with running_bed() as made:
         yield made
 
