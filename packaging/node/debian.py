@@ -88,7 +88,7 @@ def mirror(etc: Path) -> str:
     """The URI of the Debian archive this machine installs from."""
     found = [uri for uri, suites, components in _sources(etc) if _is_archive(uri, suites, components)]
     if not found:
-        raise InstallError(f"no Debian archive is configured in {etc}: add the mirror you use to sources.list")
+        raise InstallError(f"{etc} names no Debian archive: add the mirror you use to sources.list")
     return min(found, key=lambda uri: not uri.rstrip("/").endswith("/debian"))
 
 

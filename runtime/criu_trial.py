@@ -1,7 +1,8 @@
 """Does this CRIU work on this kernel? Dump and restore a process that holds an open TCP connection.
 
-`criu check` does not tell: CRIU 4.1 passes it and fails on every inet socket from Linux 6.16 on. Run as a
-program with the path of a CRIU, inside network and pid namespaces of its own; the exit status is the answer.
+`criu check` does not tell: CRIU 4.1 passes it and fails on every inet socket from Linux 6.16 on. Called by
+packaging/node/install, which has nothing but the system's Python, and by `cedana check`. The trial itself is
+this file run as a program with the path of a CRIU, in network and pid namespaces of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ while connection.recv(1):
 """
 
 
-def passes(criu: str) -> str:
-    """Try `criu`; '' if it works here, else why not."""
+def failure(criu: str) -> str:
+    """Try `criu`; why it does not work here, '' if it does."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return "unshare and ip are needed to try it: apt install util-linux iproute2"
     isolated = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
