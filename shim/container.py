@@ -58,7 +58,7 @@ class Host:
 
     namespace: str
     load_config: Callable[[], Config]
-    """Read anew for every container: an error in the file is the caller's answer, a repair needs no restart."""
+    """Read anew for every container: a mistake in the file is the answer, its repair needs no restart."""
     reaper: Reaper
     engine_env: Mapping[str, str]
 

@@ -13,6 +13,8 @@ from shim.log import RUNTIME
 
 _FEATURES = "types.containerd.io/opencontainers/runtime-spec/1/features/Features"
 _RUNC_OPTIONS = "containerd.runc.v1.Options"
+_KIND, _VALUE = 1, 2
+"""The fields of google.protobuf.Any."""
 _TIMEOUT_S = 10.0
 
 
@@ -20,16 +22,13 @@ def info() -> int:
     """Print a containerd.types.RuntimeInfo for the options on stdin."""
     options = _read_options()
     binary = "runc"
-    if options.get(1) == _RUNC_OPTIONS.encode() and isinstance(value := options.get(2), bytes):
-        named = dict(wire.decode(value)).get(6)
+    if options.get(_KIND) == _RUNC_OPTIONS.encode():
+        named = dict(wire.decode(options.get(_VALUE, b""))).get(6)
         binary = named.decode() if isinstance(named, bytes) else binary
     features = _features(binary)
     body = wire.field(1, RUNTIME) + wire.field(2, wire.field(1, cedana_version()))
     if options:
-        value = options.get(2, b"")
-        kind = options.get(1, b"")
-        assert isinstance(kind, bytes) and isinstance(value, bytes)
-        body += wire.field(3, wire.any_message(kind.decode(), value))
+        body += wire.field(3, wire.any_message(options[_KIND].decode(), options.get(_VALUE, b"")))
     if features:
         body += wire.field(4, wire.any_message(_FEATURES, features))
     sys.stdout.buffer.write(body)
@@ -44,12 +43,11 @@ def cedana_version() -> str:
         return "unknown"
 
 
-def _read_options() -> dict[int, int | bytes]:
+def _read_options() -> dict[int, bytes]:
     data = b""
     while chunk := os.read(0, 1 << 16):
         data += chunk
-    options = dict(wire.decode(data))
-    return options if isinstance(options.get(1), bytes) else {}
+    return {number: value for number, value in wire.decode(data) if isinstance(value, bytes)}
 
 
 def _features(binary: str) -> bytes:
