@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ from tests.node.bed import Machine
 
 
 class RedisClient:
-    """One connection to redis that increments a counter without pause, from a thread of its own."""
+    """One connection to redis that increments a counter without pause, from a thread of its own once started."""
 
     def __init__(self, machine: Machine, host: str, key: str = "counter") -> None:
         self._socket = machine.connect(host, 6379)
@@ -27,13 +28,16 @@ class RedisClient:
         self._thread = threading.Thread(target=self._increment, daemon=True)
 
     def __enter__(self) -> RedisClient:
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread.ident is not None:
+            self._thread.join()
         self._socket.close()
 
     def command(self, *words: str) -> str:
@@ -41,10 +45,16 @@ class RedisClient:
         self._send(*words)
         return self._receive()
 
+    def start(self) -> RedisClient:
+        """Begin to increment."""
+        self._thread.start()
+        return self
+
     def stop(self) -> None:
         """Stop incrementing, between two commands; raises what ended it early."""
         self._stop.set()
-        self._thread.join(timeout=70)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=70)
         if self.error is not None:
             raise AssertionError(f"the client lost its connection after {len(self.values)} values") from self.error
 

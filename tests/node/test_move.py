@@ -54,11 +54,10 @@ def test_program_started_by_nerdctl_keeps_its_state(bed: Bed, name: str) -> None
 def test_redis_client_stays_connected_and_loses_no_key(bed: Bed, name: str) -> None:
     bed.node_a.run_container(bed.image("redis"), name)
     address = bed.node_a.container_address(name)
-    with RedisClient(bed.hub, address, key="other") as idle, RedisClient(bed.hub, address) as client:
-        idle.stop()
+    with RedisClient(bed.hub, address) as idle, RedisClient(bed.hub, address) as client:
         identity = idle.command("CLIENT", "ID")
         info = redis_identity(idle)
-        client.wait_for(500)
+        client.start().wait_for(500)
 
         bed.move(name)
 
@@ -195,12 +194,12 @@ def test_tcp_close_drops_connections_and_keeps_the_data(bed: Bed, name: str) -> 
     bed.node_a.run_container(bed.image("redis"), name)
     address = bed.node_a.container_address(name)
     with RedisClient(bed.hub, address) as client:
-        client.wait_for(100)
+        client.start().wait_for(100)
         bed.move(name, checkpoint=["--tcp", "close"])
         with pytest.raises(AssertionError, match="lost its connection"):
-            client.wait_for(100_000, timeout_s=60)
-        with RedisClient(bed.hub, address, key="fresh") as fresh:
-            fresh.wait_for(100)
+            client.wait_for(1_000_000)
+        with RedisClient(bed.hub, address, "fresh") as fresh:
+            fresh.start().wait_for(100)
             fresh.stop()
             assert int(fresh.command("GET", "counter")) >= client.values[-1]
 
@@ -210,7 +209,7 @@ def test_container_moves_there_and_back_again(bed: Bed, name: str) -> None:
     node_a.run_container(bed.image("redis"), name)
     address = node_a.container_address(name)
     with RedisClient(bed.hub, address) as client:
-        client.wait_for(100)
+        client.start().wait_for(100)
         for source, target in ((node_a, node_b), (node_b, node_a)) * 2:
             reference = bed.reference(name)
             source.cedana("checkpoint", name, "--to", reference)

@@ -15,9 +15,10 @@ BLOCK = 1 << 20
 
 def prepare() -> Callable[[], None]:
     size = int(sys.argv[1]) * BLOCK
+    run = os.urandom(4).hex()
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for at in range(0, size, BLOCK):
-        memory[at : at + BLOCK] = os.urandom(BLOCK) if at // BLOCK % 2 else text(at // BLOCK)
+        memory[at : at + BLOCK] = os.urandom(BLOCK) if at // BLOCK % 2 else text(run, at // BLOCK)
     digest = hashlib.sha256(memory).hexdigest()
 
     def verify() -> None:
@@ -26,11 +27,13 @@ def prepare() -> Callable[[], None]:
     return verify
 
 
-def text(number: int) -> bytes:
-    """A mebibyte of lines as a log has them: every line differs, a compressor finds much to take out."""
+def text(run: str, number: int) -> bytes:
+    """A mebibyte of lines as a log has them: every line differs, a compressor finds much to take out, and
+    nothing is the same in the next run."""
     lines, length = [], 0
     while length < BLOCK:
-        line = f"{number:06d} {length:08d} GET /api/v1/items/{length * 7919 % 99991} 200 {length * 31 % 5077} ms\n"
+        item, took = length * 7919 % 99991, length * 31 % 5077
+        line = f"{run} {number:06d} {length:08d} GET /api/v1/items/{item} 200 {took} ms\n"
         lines.append(line)
         length += len(line)
     return "".join(lines)[:BLOCK].encode()
