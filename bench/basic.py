@@ -66,7 +66,10 @@ def main() -> None:
             ours.append(move_ours(made, arguments.mib))
             peers.append(move_peers(made, arguments.mib))
             note = " (warm-up)" if number == 0 else ""
-            print(f"round {number}: ours {ours[-1].whole:.2f} s, peers {peers[-1].whole:.2f} s{note}", flush=True)
+            print(
+                f"round {number}: ours {ours[-1].whole:.2f} s, peers {peers[-1].whole:.2f} s{note}",
+                flush=True,
+            )
     ours, peers = ours[1:], peers[1:]
     figures = judge(ours, peers, arguments.mib << 20, copy, sha256)
     show(ours, peers, figures)
@@ -172,13 +175,15 @@ def show(ours: Sequence[Round], peers: Sequence[Round], figures: dict[str, Figur
         print(f"{label:<26} {median(ours, field):>6.2f} s {median(peers, field):>6.2f} s")
     print(f"\n{'figure':<14} {'value':>10} {'must':>8} {'aim':>8} {'limit':>8}")
     for name, figure in figures.items():
-        bounds = " ".join(f"{'' if b is None else f'{b:.2f}':>8}" for b in (figure.must, figure.aim, figure.limit))
+        bounds = " ".join(
+            f"{'' if b is None else f'{b:.2f}':>8}" for b in (figure.must, figure.aim, figure.limit)
+        )
         verdict = {True: "met", False: "NOT MET", None: ""}[figure.met]
         print(f"{name:<14} {figure.value:>6.2f} {figure.unit:<4}{bounds} {verdict}")
 
 
 def median(rounds: Sequence[Round], field: str) -> float:
-    return statistics.median(getattr(one, field) for one in rounds)
+    return float(statistics.median(getattr(one, field) for one in rounds))
 
 
 def seconds(work: Callable[[], object]) -> float:

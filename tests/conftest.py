@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need real nodes: one bed for the session, and names that clean up after themselves."""
+"""Fixtures of the tests that need real nodes: one bed for the session, names that clean themselves up."""
 
 from __future__ import annotations
 

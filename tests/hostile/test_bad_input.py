@@ -1,4 +1,4 @@
-"""Whatever is wrong is said in a sentence within seconds; the container goes on, and nothing is left behind."""
+"""Whatever is wrong is said in a sentence within seconds; the container goes on, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,14 @@ def test_unknown_container(bed: Bed, victim: str) -> None:
 
 @pytest.mark.parametrize(
     "reference",
-    ["no-registry", "10.88.0.1:5000/UPPER:x", "10.88.0.1:5000/x:bad tag", "oci:", "http://10.88.0.1:5000/x:y", ""],
+    [
+        "no-registry",
+        "10.88.0.1:5000/UPPER:x",
+        "10.88.0.1:5000/x:bad tag",
+        "oci:",
+        "http://10.88.0.1:5000/x:y",
+        "",
+    ],
 )
 def test_wrong_reference(bed: Bed, victim: str, reference: str) -> None:
     with untouched(bed.node_a, victim):
@@ -64,7 +71,16 @@ def test_wrong_reference(bed: Bed, victim: str, reference: str) -> None:
 @pytest.mark.parametrize("host", ["10.88.0.1:5999", "10.88.0.99:5000", "no-such-host.invalid"])
 def test_registry_down(bed: Bed, victim: str, host: str) -> None:
     with untouched(bed.node_a, victim):
-        fails(bed.node_a, "checkpoint", victim, "--to", f"{host}/x:y", code=STORE, says=host, env=plain_http(host))
+        fails(
+            bed.node_a,
+            "checkpoint",
+            victim,
+            "--to",
+            f"{host}/x:y",
+            code=STORE,
+            says=host,
+            env=plain_http(host),
+        )
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500, 503])
@@ -130,9 +146,10 @@ def test_what_criu_cannot_carry(bed: Bed, name: str, thing: str, says: tuple[str
     )
     server = bed.node_a.popen(["sh", "-c", f'cd /var/log/{name} && exec python3 -c "{serve}"'])
     wait_until((outside / "server.sock").exists, "the server listens")
+    mount = f"type=bind,src=/var/log/{name},dst=/outside,options=rbind:ro"
     bed.node_a.run_container(
         bed.image("python"), name, "/usr/bin/python3", "/workloads/stubborn.py", thing,
-        options=["--cap-add", "CAP_SYS_ADMIN", "--mount", f"type=bind,src=/var/log/{name},dst=/outside,options=rbind:ro"],
+        options=["--cap-add", "CAP_SYS_ADMIN", "--mount", mount],
     )  # fmt: skip
     try:
         wait_until(lambda: bed.node_a.read(name, "/ticks"), "the program is ready")
@@ -188,7 +205,18 @@ def test_restore_of_a_blob_tampered_with_in_the_registry(bed: Bed, good: Path, n
     reference = bed.reference(name)
     bed.node_a.cedana("push", f"oci:{good}:one", reference)
     digest = part_digest(good, PAGES).removeprefix("sha256:")
-    data = bed.base / "hub" / "registry" / "docker" / "registry" / "v2" / "blobs" / "sha256" / digest[:2] / digest
+    data = (
+        bed.base
+        / "hub"
+        / "registry"
+        / "docker"
+        / "registry"
+        / "v2"
+        / "blobs"
+        / "sha256"
+        / digest[:2]
+        / digest
+    )
     body = bytearray((data / "data").read_bytes())
     try:
         (data / "data").write_bytes(bytes(body[:-1]) + bytes([body[-1] ^ 1]))
@@ -229,7 +257,9 @@ def test_restore_of_what_this_node_cannot_run(
 
 def test_restore_over_an_existing_container(bed: Bed, victim: str, good: Path) -> None:
     with untouched(bed.node_a, victim):
-        fails(bed.node_a, "restore", f"oci:{good}:one", "--name", victim, code=(USAGE, ENGINE, 1), says=victim)
+        fails(
+            bed.node_a, "restore", f"oci:{good}:one", "--name", victim, code=(USAGE, ENGINE, 1), says=victim
+        )
 
 
 def test_good_checkpoint_still_restores(bed: Bed, good: Path, name: str) -> None:

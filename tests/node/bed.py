@@ -80,7 +80,8 @@ class Machine:
         self._init = subprocess.Popen(
             [*python, "join", *self._cgroups.procs(started=False), "--", *unshare, "--kill-child",
              "--propagation", "private", *python, "init", json.dumps(spec)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
+            start_new_session=True,
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
@@ -222,12 +223,13 @@ class Node(Machine):
         self.ns_exec(["mount", "--bind", plugins, "/opt/cni/bin"])
 
     def start_containerd(self) -> None:
-        log = open(self.base / "log" / "containerd.log", "ab")  # noqa: SIM115: Popen's for its whole life
-        with log:
+        with open(self.base / "log" / "containerd.log", "ab") as log:
             self.containerd = self.popen(
                 [TOOLS / "containerd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        wait_until(lambda: self.run([TOOLS / "ctr", "version"], check=False).returncode == 0, "containerd answers")
+        wait_until(
+            lambda: self.run([TOOLS / "ctr", "version"], check=False).returncode == 0, "containerd answers"
+        )
 
     def stop_containerd(self) -> None:
         """Stop containerd alone: its shims and containers go on."""
@@ -251,12 +253,19 @@ class Node(Machine):
         return done
 
     def run_container(
-        self, image: str, name: str, *argv: str, runtime: str = "io.containerd.cedana.v1", options: Sequence[str] = (),
+        self,
+        image: str,
+        name: str,
+        *argv: str,
+        runtime: str = "io.containerd.cedana.v1",
+        options: Sequence[str] = (),
         network: bool = True,
     ) -> None:
         """`ctr run -d`, with an address on the bed's network unless told not; its output goes to `log`."""
-        self.ctr("run", "--detach", *(["--cni"] if network else []), "--runtime", runtime,
-                 "--log-uri", f"file://{self.log_path(name)}", *self._limits(), *options, image, name, *argv)  # fmt: skip
+        log = f"file://{self.log_path(name)}"
+        cni = ["--cni"] if network else []
+        options = [*cni, "--runtime", runtime, "--log-uri", log, *self._limits(), *options]
+        self.ctr("run", "--detach", *options, image, name, *argv)
 
     def _limits(self) -> list[str]:
         """ctr always asks for CPU shares; a v2 tree beside v1 hierarchies has no controller to give them."""
@@ -278,7 +287,9 @@ class Node(Machine):
 
     def processes(self, name: str) -> dict[int, str]:
         """Every process of the container: pid as numbered inside -> name."""
-        shown = self.exec(name, "sh", "-c", 'for p in /proc/[0-9]*; do echo "${p#/proc/} $(cat $p/comm)"; done')
+        shown = self.exec(
+            name, "sh", "-c", 'for p in /proc/[0-9]*; do echo "${p#/proc/} $(cat $p/comm)"; done'
+        )
         pairs = (line.split(" ", 1) for line in shown.splitlines())
         return {int(pid): comm for pid, comm in pairs if comm}
 
@@ -290,7 +301,7 @@ class Node(Machine):
         pid = self.task_pid(name)
         shown = self.ns_exec(["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-4", "-json", "addr"])
         return next(
-            address["local"]
+            str(address["local"])
             for link in json.loads(shown)
             for address in link["addr_info"]
             if address["scope"] == "global"
@@ -361,8 +372,9 @@ class Bed:
     def start_registry(self) -> None:
         config = self.base / "hub" / "registry.yml"
         config.write_text(
-            f"version: 0.1\nlog:\n  level: warn\nstorage:\n  filesystem:\n    rootdirectory: "
-            f"{self.base / 'hub' / 'registry'}\n  delete:\n    enabled: true\nhttp:\n  addr: {self.registry}\n"
+            "version: 0.1\nlog:\n  level: warn\n  accesslog:\n    disabled: true\n"
+            f"storage:\n  filesystem:\n    rootdirectory: {self.base / 'hub' / 'registry'}\n"
+            f"  delete:\n    enabled: true\nhttp:\n  addr: {self.registry}\n"
         )
         with open(self.base / "hub" / "registry.log", "ab") as log:
             self.registry_process = self.hub.popen(
@@ -384,7 +396,7 @@ class Bed:
         return reference
 
     def move(self, name: str, *, checkpoint: Sequence[str] = (), restore: Sequence[str] = ()) -> str:
-        """The container `name` from node A to node B through the registry; returns the checkpoint's reference."""
+        """The container `name` from node A to node B through the registry; returns the checkpoint."""
         reference = self.reference(name)
         self.node_a.cedana("checkpoint", name, "--to", reference, *checkpoint)
         status = self.node_a.task_status(name)
@@ -430,7 +442,16 @@ def bed(cgroup_version: int = 0) -> Iterator[Bed]:
 
 def environment() -> dict[str, str]:
     """What programs inside a machine get: nothing of the test process leaks in."""
-    path = [str(_bin()), str(TOOLS), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    path = [
+        str(_bin()),
+        str(TOOLS),
+        "/usr/local/sbin",
+        "/usr/local/bin",
+        "/usr/sbin",
+        "/usr/bin",
+        "/sbin",
+        "/bin",
+    ]
     return {"PATH": ":".join(path), "HOME": "/root", "LANG": "C.UTF-8", "TERM": "xterm"}
 
 
@@ -439,7 +460,9 @@ def terminate(process: subprocess.Popen[Any], timeout_s: float = 20) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.killpg(process.pid, signal.SIGTERM)
     process.wait(timeout=timeout_s)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the daemon ended", timeout_s)
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the daemon ended", timeout_s
+    )
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:

@@ -1,4 +1,4 @@
-"""The cgroups of a machine of the test bed: one per hierarchy, made before it starts, removed after it ended."""
+"""The cgroups of a machine of the test bed: one per hierarchy, made before it starts, removed at its end."""
 
 from __future__ import annotations
 

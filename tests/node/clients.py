@@ -13,7 +13,7 @@ from tests.node.bed import Machine
 
 
 class RedisClient:
-    """One connection to redis that increments a counter without pause, from a thread of its own once started."""
+    """One connection to redis that increments a counter without pause, from a thread, once started."""
 
     def __init__(self, machine: Machine, host: str, key: str = "counter") -> None:
         self._socket = machine.connect(host, 6379)
@@ -56,7 +56,9 @@ class RedisClient:
         if self._thread.ident is not None:
             self._thread.join(timeout=70)
         if self.error is not None:
-            raise AssertionError(f"the client lost its connection after {len(self.values)} values") from self.error
+            raise AssertionError(
+                f"the client lost its connection after {len(self.values)} values"
+            ) from self.error
 
     def wait_for(self, count: int, timeout_s: float = 60) -> None:
         """Wait for `count` values more than there are now."""
@@ -163,7 +165,7 @@ class HttpClient:
         return length
 
     def read(self, length: int) -> bytes:
-        body = self._file.read(length)
+        body: bytes = self._file.read(length)
         if len(body) != length:
             raise AssertionError(f"the body ended after {len(body)} of {length} bytes")
         return body

@@ -32,12 +32,13 @@ FORMAT = 1
 """Raised when the way layers are made changes."""
 
 _BASE_PACKAGES = ("dash", "coreutils", "libc-bin", "sed", "grep", "mawk", "bash")
-_UNWANTED = ("libllvm*", "libz3*", "perl*", "libperl*", "debconf*", "ucf", "sensible-utils", "dpkg", "tar",
-             "openssl", "ssl-cert", "adduser", "passwd", "lsb-*", "sysvinit-utils", "init-system-helpers", "systemd*",
-             "iproute2", "logrotate", "cron*", "media-types", "netbase", "tzdata", "util-linux*", "login*")  # fmt: skip
+_UNWANTED = ("libllvm*", "libz3*", "perl*", "libperl*", "debconf*", "ucf", "sensible-utils", "dpkg",
+             "tar", "openssl", "ssl-cert", "adduser", "passwd", "lsb-*", "sysvinit-utils", "systemd*",
+             "init-system-helpers", "iproute2", "logrotate", "cron*", "media-types", "netbase", "tzdata",
+             "util-linux*", "login*")  # fmt: skip
 """Packages that programs depend on only for maintainer scripts, or for what no workload uses."""
-_UNWANTED_PATHS = ("usr/share/doc/", "usr/share/man/", "usr/share/locale/", "usr/share/info/", "usr/share/lintian/",
-                   "usr/share/doc-base/")  # fmt: skip
+_UNWANTED_PATHS = ("usr/share/doc/", "usr/share/man/", "usr/share/locale/", "usr/share/info/",
+                   "usr/share/lintian/", "usr/share/doc-base/")  # fmt: skip
 _USERS = (("root", 0, "/root"), ("www-data", 33, "/var/www"), ("redis", 101, "/var/lib/redis"),
           ("postgres", 102, "/var/lib/postgresql"), ("nobody", 65534, "/nonexistent"))  # fmt: skip
 
@@ -157,7 +158,9 @@ def _package_layer(packages: tuple[str, ...], without: tuple[str, ...]) -> Path:
 
 def _files_layer(name: str, recipe: Recipe) -> Path:
     files = {**recipe.files, **(_workloads() if name == "python" else {})}
-    key = _key(name, recipe.directories.items(), sorted((p, hashlib.sha256(b).hexdigest()) for p, b in files.items()))
+    key = _key(
+        name, recipe.directories.items(), sorted((p, hashlib.sha256(b).hexdigest()) for p, b in files.items())
+    )
 
     def write(out: IO[bytes]) -> None:
         with _Layer(out) as layer:
@@ -177,7 +180,7 @@ class _Layer:
     """An uncompressed layer tar; the first entry of a path wins."""
 
     def __init__(self, out: IO[bytes]) -> None:
-        self._tar = tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT)
+        self._tar = tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
         self._seen: set[str] = set()
 
     def __enter__(self) -> _Layer:
@@ -266,7 +269,9 @@ def _closure(packages: Iterable[str]) -> list[str]:
 
 def _download(packages: Iterable[str], directory: Path) -> list[Path]:
     names = sorted(packages)
-    done = subprocess.run([*_apt(), "download", *names], cwd=directory, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*_apt(), "download", *names], cwd=directory, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError(f"apt cannot download {', '.join(names)}: {done.stderr.strip()}")
     return list(directory.glob("*.deb"))
@@ -293,7 +298,11 @@ def _image_config(recipe: Recipe, diff_ids: list[str]) -> dict[str, Any]:
 
 def _write_archive(out: IO[bytes], layers: list[Path], config: bytes) -> None:
     descriptors = [
-        {"mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": _digest(p), "size": p.stat().st_size}
+        {
+            "mediaType": "application/vnd.oci.image.layer.v1.tar",
+            "digest": _digest(p),
+            "size": p.stat().st_size,
+        }
         for p in layers
     ]
     manifest = json.dumps({
@@ -317,7 +326,11 @@ def _write_archive(out: IO[bytes], layers: list[Path], config: bytes) -> None:
 
 
 def _descriptor(media_type: str, body: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": f"sha256:{hashlib.sha256(body).hexdigest()}", "size": len(body)}
+    return {
+        "mediaType": media_type,
+        "digest": f"sha256:{hashlib.sha256(body).hexdigest()}",
+        "size": len(body),
+    }
 
 
 def _add_bytes(tar: tarfile.TarFile, name: str, body: bytes) -> None:

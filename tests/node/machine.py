@@ -27,7 +27,7 @@ def join(arguments: Sequence[str]) -> None:
         with open(procs, "w") as file:
             file.write("0")
     argv = arguments[split + 1 :]
-    os.execvp(argv[0], argv)
+    os.execvp(argv[0], list(argv))
 
 
 def init(spec: Mapping[str, Any]) -> None:
@@ -62,11 +62,13 @@ def _overlay(directory: str, scratch: str) -> None:
     upper, work = os.path.join(scratch, "upper"), os.path.join(scratch, "work")
     os.makedirs(upper, mode=0o755)
     os.makedirs(work, mode=0o700)
-    _mount("-t", "overlay", "-o", f"lowerdir={directory},upperdir={upper},workdir={work}", "overlay", directory)
+    _mount(
+        "-t", "overlay", "-o", f"lowerdir={directory},upperdir={upper},workdir={work}", "overlay", directory
+    )
 
 
 def _mount_sys(cgroup_version: int) -> None:
-    """Mount sysfs of this network namespace, and the cgroup hierarchies as this cgroup namespace sees them."""
+    """Mount sysfs of this network namespace, and the hierarchies as this cgroup namespace sees them."""
     subprocess.run(["umount", "--recursive", "--lazy", "/sys"], check=False)
     _mount("-t", "sysfs", "sysfs", "/sys")
     if cgroup_version == 2:
@@ -110,7 +112,8 @@ def _reap_until_stdin_closes() -> None:
 
 def state(directories: Sequence[str]) -> dict[str, list[str]]:
     """Processes, mounts, network namespaces, links, nft rules, cgroups, and the files below `directories`."""
-    processes, netns = [], {}
+    processes: list[str] = []
+    netns: dict[str, str] = {}
     mine = {os.getpid(), os.getppid()}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):

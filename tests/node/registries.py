@@ -1,4 +1,4 @@
-"""A registry that misbehaves: takes some requests as a real one would, then answers everything with one status."""
+"""A registry that misbehaves: takes some requests as a real one does, then answers all with one status."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Programs people run move from node A to node B through a registry, and go on as if nothing had happened.
 
-Each test starts a real program on A, makes state of one kind, moves the container (destroyed on A, restored on
-B by `cedana`), and proves the state on B.
+Each test starts a real program on A, makes state of one kind, moves the container (destroyed on A, restored
+on B by `cedana`), and proves the state on B.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PROGRAMS = (
     "locks",
 )
 RUNTIME = "io.containerd.cedana.v1"
-COUNT = "i=0; while :; do i=$((i+1)); echo $i >/count.new; mv /count.new /count; echo line $i; sleep 0.05; done"
+COUNT = (
+    "i=0; while :; do i=$((i+1)); echo $i >/count.new; mv /count.new /count; echo line $i; sleep 0.05; done"
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -1,11 +1,19 @@
-"""To containerd, ctr and nerdctl a restored container is an ordinary one, however its restore was asked for."""
+"""To containerd, ctr and nerdctl a restored container is an ordinary one, however its restore was asked."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.node.bed import Bed, Node, wait_until
-from tests.node.test_move import COUNT, RUNTIME, container_id, count, start_workload, verify_workload, wait_for_count
+from tests.node.test_move import (
+    COUNT,
+    RUNTIME,
+    container_id,
+    count,
+    start_workload,
+    verify_workload,
+    wait_for_count,
+)
 
 RESTORE_FROM = "ai.cedana.restore-from"
 
@@ -59,7 +67,9 @@ def test_cold_start_only_when_asked_for(bed: Bed, name: str, checkpoint: str) ->
     image = pull(bed.node_b, bed.image("base"))
     wrong = ["--mount", "type=bind,src=/nowhere,dst=/nowhere,options=rbind:ro",
              "--annotation", f"{RESTORE_FROM}={checkpoint}"]  # fmt: skip
-    done = bed.node_b.run(["ctr", "run", "-d", "--runtime", RUNTIME, *wrong, image, name, "true"], check=False)
+    done = bed.node_b.run(
+        ["ctr", "run", "-d", "--runtime", RUNTIME, *wrong, image, name, "true"], check=False
+    )
     assert done.returncode != 0
     assert "/nowhere" in done.stderr
 

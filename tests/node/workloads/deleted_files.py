@@ -1,4 +1,4 @@
-"""Files that are open and deleted: small and large, on the root and on tmpfs, with another name left or not."""
+"""Files that are open and deleted: small, large, on the root, on tmpfs, with another name left or not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def prepare() -> Callable[[], None]:
         workload.expect(read("/data/replaced"), b"new content", "its replacement")
         os.write(log, b"line 2\n")
         workload.expect(read("/data/log"), b"line 1\nline 2\n", "appended log")
-        workload.expect(os.pread(in_gone, 100, 0), b"in a directory that is gone", "file in a removed directory")
+        workload.expect(
+            os.pread(in_gone, 100, 0), b"in a directory that is gone", "file in a removed directory"
+        )
         workload.expect(sorted(os.listdir("/data")), ["log", "other-name", "replaced"], "names in /data")
         workload.expect("gone" in os.listdir("/dev/shm"), False, "the deleted name on tmpfs")
 

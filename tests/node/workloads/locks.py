@@ -14,15 +14,15 @@ F_OFD_SETLK = 37
 
 def prepare() -> Callable[[], None]:
     os.makedirs("/locks", exist_ok=True)
-    whole = open("/locks/flock", "w")
+    whole = open("/locks/flock", "w")  # noqa: SIM115
     fcntl.flock(whole, fcntl.LOCK_EX)
-    shared = open("/locks/shared", "w+")
+    shared = open("/locks/shared", "w+")  # noqa: SIM115
     fcntl.flock(shared, fcntl.LOCK_SH)
-    records = open("/locks/posix", "w+")
+    records = open("/locks/posix", "w+")  # noqa: SIM115
     records.write("x" * 100)
     records.flush()
     fcntl.lockf(records, fcntl.LOCK_EX, 10, 20)
-    described = open("/locks/ofd", "w+")
+    described = open("/locks/ofd", "w+")  # noqa: SIM115
     described.write("x" * 100)
     described.flush()
     fcntl.fcntl(described, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 50, 0))

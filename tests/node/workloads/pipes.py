@@ -47,9 +47,7 @@ def prepare() -> Callable[[], None]:
         except BlockingIOError:
             pass
         workload.expect(len(os.read(full_reader, 1 << 20)), filled, "bytes in the full pipe")
-        workload.expect(
-            b"".join(os.read(packets_reader, 100) for _ in "12"), b"onetwo", "packets"
-        )
+        workload.expect(b"".join(os.read(packets_reader, 100) for _ in "12"), b"onetwo", "packets")
         workload.expect(os.read(fifo, 100), b"in the fifo", "FIFO")
         workload.expect(os.read(broken_reader, 100), b"", "end of a pipe without a writer")
         os.write(writer, b"again")

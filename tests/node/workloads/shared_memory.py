@@ -63,7 +63,9 @@ def prepare() -> Callable[[], None]:
         parent.sendall(b"go")
         parent.recv(1)
         for name, view in maps.items():
-            workload.expect(view[: len(name) + 6], f"child-{name}".encode(), f"{name} memory written by the child")
+            workload.expect(
+                view[: len(name) + 6], f"child-{name}".encode(), f"{name} memory written by the child"
+            )
         workload.expect(sysv(0).rstrip(b"\0"), b"child-sysv", "SysV memory written by the child")
         with open("/mapped", "rb") as file:
             workload.expect(file.read(10), b"child-file", "the mapped file")

@@ -1,4 +1,4 @@
-"""Holds something that cannot be checkpointed: `stubborn.py io_uring|vsock|unix|traced|detached`, and counts."""
+"""Holds what cannot be checkpointed: `stubborn.py io_uring|vsock|unix|traced|detached`, and counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ MNT_DETACH = 2
 
 
 def prepare() -> Callable[[], None]:
-    held = {"io_uring": io_uring, "vsock": vsock, "unix": unix, "traced": traced, "detached": detached}[sys.argv[1]]()
+    held = {"io_uring": io_uring, "vsock": vsock, "unix": unix, "traced": traced, "detached": detached}[
+        sys.argv[1]
+    ]()
     return lambda: workload.expect(held is None, False, "what is held")
 
 

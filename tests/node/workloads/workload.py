@@ -1,4 +1,4 @@
-"""What the workload programs share: make some state, run on, and, when asked, say whether it is all still there.
+"""What the workload programs share: make some state, run on, and, when asked, say whether it is all there.
 
 `/ticks` counts from when the state is made, `/gap` is the longest the program was kept from counting, in
 seconds, and once `/verify` exists the state is looked at and `/result` says "ok" or what is wrong.
