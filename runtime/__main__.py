@@ -60,16 +60,23 @@ def _prepare(request: Request, config: Config, trace: Trace) -> Request:
     return {"images": str(images)}
 
 
+_WISHES = {"ai.cedana.tcp": "tcp", "ai.cedana.bridge": "bridge"}
+"""Annotations of the container that say how it wants to be restored."""
+
+
 def _restore(request: Request, config: Config, trace: Trace) -> Request:
     first, second, third = request["stdio"]
+    container = _container(request)
+    annotations = container.spec.get("annotations") or {}
     pid = restore(
         RestoreRequest(
-            container=_container(request),
+            container=container,
             images=Path(request["images"]),
             work=Path(request["work_path"]),
             stdio=(first, second, third),
             console_socket=request.get("console_socket", ""),
             no_pivot=bool(request.get("no_pivot")),
+            options={wish: annotations[name] for name, wish in _WISHES.items() if name in annotations},
         ),
         participants(),
         config,
