@@ -22,8 +22,8 @@ from runtime import criu, criu_trial
 
 INSTALL = "run packaging/node/install"
 
-MIN_KERNEL = (5, 6)
-"""pidfd_getfd(2), by which the engine reaches the sockets of a process."""
+MIN_KERNEL = (5, 13)
+"""PTRACE_GET_RSEQ_CONFIGURATION: CRIU needs it for every program linked with glibc 2.35 or later."""
 MIN_RUNC = (1, 1, 15)
 MIN_CONTAINERD = (1, 7)
 MIN_CUDA_DRIVER = (570,)
@@ -82,7 +82,7 @@ def check(config: Config, roots: Roots | None = None) -> list[Feature]:
 
 def _kernel() -> Feature:
     release, machine = platform.release(), platform.machine()
-    no = _Missing("kernel", "sockets of running processes cannot be reached")
+    no = _Missing("kernel", "programs of current distributions cannot be checkpointed")
     if machine not in _ARCHITECTURES:
         return no(f"{release} {machine}", f"use a node of {' or '.join(_ARCHITECTURES)}")
     if version(release) < MIN_KERNEL:

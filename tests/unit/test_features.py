@@ -83,7 +83,7 @@ def test_old_kernel_is_a_no(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("platform.release", lambda: "5.4.0-26-generic")
     kernel = _check(config)["kernel"]
     assert not kernel.ok
-    assert "5.6" in kernel.remedy
+    assert "5.13" in kernel.remedy
 
 
 def test_foreign_architecture_is_a_no(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
