@@ -239,7 +239,7 @@ def test_hooks_annotations_and_profiles_never_come_over(allow: tuple[str, ...]) 
         "intelRdt",
         "vm",
     ):
-        assert word not in text.replace('"SYS_', "")
+        assert word not in text
 
 
 def test_cgroup_path_and_root_path_are_this_nodes() -> None:
@@ -301,7 +301,7 @@ def _device(path: str) -> Json:
 
 def _rule(**rule: Any) -> Json:
     claimed = ordinary()
-    claimed["linux"]["resources"]["devices"].append({"allow": True, **rule})
+    claimed["linux"]["resources"]["devices"].append({"allow": True} | rule)
     return claimed
 
 
@@ -504,7 +504,7 @@ MALFORMED: dict[str, Any] = {
     "device number beyond": changed("linux.devices", [{"path": "/dev/x", "type": "c", "major": 1 << 40}]),
     "rule of no type": _rule(type="zz", access="r"),
     "rule of no access": _rule(type="c", access="rx"),
-    "rule allow is text": _rule(type="c", access="r") | {"allow": "x"},
+    "rule allow is text": _rule(allow="yes", type="c", access="r"),
     "memory limit is text": changed("linux.resources.memory", {"limit": "1g"}),
     "memory limit below -1": changed("linux.resources.memory", {"limit": -2}),
     "sysctl is a number": changed("linux.sysctl", {"net.core.somaxconn": 1}),
@@ -517,7 +517,6 @@ MALFORMED: dict[str, Any] = {
     "spec is a list": [],
     "key is no text": {**ordinary(), 5: 1},
 }
-MALFORMED.pop("rule allow is text")
 
 
 @pytest.mark.parametrize("case", MALFORMED)
