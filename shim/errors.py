@@ -6,8 +6,25 @@ sentence (github.com/containerd/errdefs).
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from base.errors import CedanaError, NotFoundError, UsageError
-from shim.ttrpc import Code
+
+
+class Code(IntEnum):
+    """gRPC status codes (google.rpc.Code)."""
+
+    OK = 0
+    CANCELED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
+    UNAVAILABLE = 14
 
 
 class TaskError(CedanaError):

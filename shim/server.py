@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from shim import log, ttrpc
-from shim.errors import describe
+from shim.errors import Code, describe
 
 _PEER_CREDENTIALS = struct.Struct("iII")
 
@@ -92,12 +92,12 @@ class _Connection(asyncio.Protocol):
             what = (
                 f"service {call.service}" if call.service not in self._services else f"method {call.method}"
             )
-            self._fail(call, ttrpc.Code.UNIMPLEMENTED, f"{what} not found")
+            self._fail(call, Code.UNIMPLEMENTED, f"{what} not found")
             return
         try:
             request = method.request.FromString(call.payload)
         except DecodeError as error:
-            self._fail(call, ttrpc.Code.INVALID_ARGUMENT, f"unmarshal {call.method} request: {error}")
+            self._fail(call, Code.INVALID_ARGUMENT, f"unmarshal {call.method} request: {error}")
             return
         task = asyncio.create_task(self._answer(call, method, request))
         self._calls[task] = method.only_waits
@@ -112,7 +112,7 @@ class _Connection(asyncio.Protocol):
             work.cancel()
             raise
         if not done:
-            self._fail(call, ttrpc.Code.DEADLINE_EXCEEDED, "context deadline exceeded")
+            self._fail(call, Code.DEADLINE_EXCEEDED, "context deadline exceeded")
             if method.only_waits:
                 work.cancel()
                 return
@@ -121,7 +121,7 @@ class _Connection(asyncio.Protocol):
         except Exception as error:
             code, message = describe(error)
             log.debug("call failed", method=call.method, code=code, error=message)
-            if code == ttrpc.Code.UNKNOWN and not hasattr(error, "code"):
+            if code == Code.UNKNOWN and not hasattr(error, "code"):
                 log.error("call failed unexpectedly", method=call.method, error=repr(error))
             if done:
                 self._fail(call, code, message)

@@ -17,6 +17,7 @@ from enum import IntEnum
 from google.protobuf.message import DecodeError
 
 from shim.api.ttrpc_pb2 import KeyValue, Request, Response, Status
+from shim.errors import Code
 
 HEADER = struct.Struct(">IIBB")
 MAX_DATA = 4 << 20
@@ -26,22 +27,6 @@ class FrameType(IntEnum):
     REQUEST = 1
     RESPONSE = 2
     DATA = 3
-
-
-class Code(IntEnum):
-    """gRPC status codes (google.rpc.Code)."""
-
-    OK = 0
-    CANCELED = 1
-    UNKNOWN = 2
-    INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
-    NOT_FOUND = 5
-    ALREADY_EXISTS = 6
-    RESOURCE_EXHAUSTED = 8
-    FAILED_PRECONDITION = 9
-    UNIMPLEMENTED = 12
-    UNAVAILABLE = 14
 
 
 @dataclass(frozen=True)
