@@ -1,0 +1,602 @@
+"""The participant `network`: a container's addresses, and the TCP connections that live on them.
+
+At the checkpoint the container falls silent (nothing enters or leaves), so that its connections can be
+taken apart while the other ends merely wait; after it was destroyed, what is left of its sockets goes
+without a word, and the address is free. At the restore the place is made: the network namespace the
+target's spec names, or one of ours with the same addresses on a bridge of this node, silent until the
+sockets are back, and then announced.
+
+The namespace is external to CRIU (`external net[INODE]:extRootNetNS`, the key runc uses): CRIU carries the
+sockets, this module the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from base import config as base_config
+from base.config import Config
+from hooks import netconfig, netlock, netns, sockdiag
+from hooks.netconfig import Interface, NetworkRecord
+from hooks.netlock import Lock
+from hooks.netns import NetworkError
+from hooks.participant import CriuSettings, Finding, Source, Target
+from hooks.sockdiag import Address, Socket
+
+_CRIU_KEY = "extRootNetNS"
+_REBUILT = frozenset({"loopback", "veth", "dummy"})
+"""Kinds of interface that can be made again without knowing more of the node."""
+_NERDCTL_NETWORKS = "nerdctl/networks"
+_NERDCTL_ADDRESS = {4: "nerdctl/ip", 6: "nerdctl/ip6"}
+_NERDCTL_MAC = "nerdctl/mac-address"
+
+
+@dataclass
+class _Held:
+    """The namespace of a container being checkpointed, kept open past the end of its processes."""
+
+    fd: int
+    apart: bool
+    """It is not the node's."""
+    private: bool
+    """No process of anybody else lives in it."""
+    lock: Lock
+    sockets: tuple[Socket, ...] = ()
+    """The container's own, where others have some too."""
+
+
+@dataclass
+class _Place:
+    """Where a container is restored to."""
+
+    kind: str
+    """host: the node's namespace; path: one the spec names; new: to be made; hooked: to be made bare, and
+    given its addresses by the OCI hook that the spec names."""
+    path: Path | None = None
+
+
+@dataclass
+class _Made:
+    """What `prepare` did."""
+
+    place: _Place
+    lock: Lock
+    lifted: list[str] = field(default_factory=list)
+    """Interfaces that were down."""
+    created: bool = False
+
+
+class NetworkParticipant:
+    name = "network"
+
+    def __init__(self, config: Config | None = None) -> None:
+        self._config = config or base_config.load()
+        self._private: dict[str, bool] = {}
+        self._held: dict[str, _Held] = {}
+        self._bridges: dict[str, dict[str, str]] = {}
+        """By container: the bridge each interface goes on."""
+        self._made: dict[str, _Made] = {}
+
+    # Source
+
+    def probe_source(self, source: Source, criu: CriuSettings) -> Sequence[Finding]:
+        findings = []
+        inside = _namespace(source.pid)
+        apart = inside != _namespace("self")
+        nested = [pid for pid in source.pids if _namespace(pid) not in (inside, None)]
+        if nested:
+            findings.append(
+                Finding(
+                    f"process {nested[0]} runs in a network namespace of its own inside the container",
+                    hint="end what made it (a container engine inside the container, `ip netns`)",
+                    fatal=True,
+                )
+            )
+        if not os.access(self._tool("nft"), os.X_OK):
+            findings.append(Finding("nft is not installed on this node", hint="install nftables", fatal=True))
+        self._private[source.container_id] = (
+            apart and inside is not None and not netns.processes(inside, source.pids)
+        )
+        criu.flags |= {"tcp-close" if _closes(source.options) else "tcp-established", "skip-in-flight"}
+        if apart and inside is not None and _spec_namespace(source.spec) != inside:
+            criu.values.append(("external", f"net[{inside[1]}]:{_CRIU_KEY}"))
+        findings += self._probe_inside(source, apart)
+        return findings
+
+    def _probe_inside(self, source: Source, apart: bool) -> Iterator[Finding]:
+        with self._inside(source.pid):
+            mine = _own(sockdiag.sockets(), sockdiag.owned_inodes(source.pids))
+            interfaces = netconfig.read_interfaces(self._tool("ip")) if apart else ()
+        count = sum(one.connected and not one.local.is_loopback for one in mine)
+        if not apart and count and not _closes(source.options):
+            yield Finding(
+                f"the container uses the node's own network: its {count} TCP connections live on only if it"
+                " is restored where the node's addresses are",
+                hint="to restore it elsewhere, use `--tcp close`",
+            )
+        for interface in interfaces:
+            if interface.kind not in _REBUILT and interface.up:
+                yield Finding(
+                    f"the interface {interface.name} is of type {interface.kind}, which is not made again",
+                    hint="restore into a network namespace that has it",
+                )
+
+    def quiesce(self, source: Source) -> None:
+        fd = netns.open_of(source.pid)
+        held = _Held(
+            fd=fd,
+            apart=netns.identity(fd) != _namespace("self"),
+            private=self._private.get(source.container_id, False),
+            lock=self._lock(source.container_id),
+        )
+        self._held[source.container_id] = held
+        with netns.entered(fd):
+            if held.private:
+                held.lock.close_all()
+                return
+            inodes = sockdiag.owned_inodes(source.pids)
+            while (found := _own(sockdiag.sockets(), inodes)) != list(held.sockets):
+                # A connection that came to be before its port was closed shows in the next look.
+                held.sockets = tuple(found)
+                held.lock.close(
+                    netconfig.read_connections(found), [one.local_port for one in found if one.listening]
+                )
+
+    def capture(self, source: Source) -> dict[str, Any]:
+        held = self._held[source.container_id]
+        protocols = (socket.IPPROTO_TCP, socket.IPPROTO_UDP)
+        with netns.entered(held.fd):
+            found = _own(sockdiag.sockets(protocols), sockdiag.owned_inodes(source.pids))
+            listeners = netconfig.read_listeners(found)
+            connections = () if _closes(source.options) else netconfig.read_connections(found)
+            if not held.apart:
+                record = NetworkRecord(
+                    private=False, listeners=listeners, connections=connections, lock=held.lock.table
+                )
+            else:
+                interfaces = netconfig.read_interfaces(self._tool("ip"))
+                record = NetworkRecord(
+                    private=True,
+                    interfaces=interfaces,
+                    routes=netconfig.read_routes(self._tool("ip"), interfaces),
+                    sysctls=netconfig.read_sysctls(),
+                    listeners=listeners,
+                    connections=connections,
+                    lock="" if held.private else held.lock.table,
+                )
+        return record.to_json()
+
+    def resume_source(self, source: Source) -> None:
+        if (held := self._held.pop(source.container_id, None)) is None:
+            return
+        try:
+            with netns.entered(held.fd):
+                held.lock.open()
+        finally:
+            os.close(held.fd)
+
+    def release_source(self, source: Source) -> None:
+        """The processes are gone: their sockets follow, and the address becomes free for another node."""
+        if (held := self._held.pop(source.container_id, None)) is None:
+            return
+        try:
+            with netns.entered(held.fd):
+                if _closes(source.options):
+                    held.lock.open()  # the other ends are to learn that it is over
+                self._destroy_sockets(held)
+                if held.private:
+                    self._take_down()
+                    held.lock.open()
+                elif not _closes(source.options):
+                    held.lock.close(netconfig.read_connections(held.sockets))
+        except (OSError, NetworkError) as error:
+            raise NetworkError(
+                f"container {source.container_id} is checkpointed and gone, but its network on this node is"
+                f" not: {error}",
+                hint="remove the container (`nerdctl rm`, `ctr containers delete`) before restoring it"
+                " elsewhere",
+            ) from error
+        finally:
+            os.close(held.fd)
+
+    def abort_source(self, source: Source) -> None:
+        with suppress(Exception):
+            self.resume_source(source)
+
+    def _destroy_sockets(self, held: _Held) -> None:
+        """Under the lock no reset leaves: the connections end here and nowhere else."""
+        mine = {one.identity for one in held.sockets}
+        sockdiag.destroy(
+            one for one in sockdiag.sockets() if held.private or (one.identity in mine and not one.inode)
+        )
+
+    def _take_down(self) -> None:
+        ip = self._tool("ip")
+        commands = [f"link set {i.name} down" for i in netconfig.read_interfaces(ip) if not i.loopback]
+        _batch(ip, commands)
+
+    # Target
+
+    def probe_target(
+        self, target: Target, captured: Mapping[str, Any], criu: CriuSettings
+    ) -> Sequence[Finding]:
+        if not captured:
+            return ()
+        record = NetworkRecord.parse(captured)
+        closes = _closes(target.options)
+        if closes:
+            criu.flags -= {"tcp-established"}
+            criu.flags |= {"tcp-close"}
+        needed = record.needed_addresses(connections=not closes and "tcp-close" not in criu.flags)
+        place = self._place(target.spec)
+        if record.private == (place.kind == "host"):
+            return (_other_kind(record),)
+        match place.kind:
+            case "host":
+                return tuple(self._probe_addresses(needed, None))
+            case "path":
+                return tuple(self._probe_addresses(needed, place.path))
+            case "hooked":
+                return tuple(_probe_hooked(target.spec, needed))
+            case _:
+                return tuple(self._probe_links(target, record))
+
+    def _probe_addresses(self, needed: set[Address], path: Path | None) -> Iterator[Finding]:
+        try:
+            with self._inside(path or "self"):
+                interfaces = netconfig.read_interfaces(self._tool("ip"))
+        except OSError as error:
+            yield Finding(
+                f"the network namespace {path} cannot be entered: {os.strerror(error.errno or 0)}", fatal=True
+            )
+            return
+        present = {address.ip for interface in interfaces for address in interface.addresses}
+        if missing := needed - present:
+            where = f"the network namespace {path}" if path else "this node"
+            yield Finding(
+                f"sockets of the container are bound to {_listed(missing)}, which {where} does not have"
+                f" (it has {_listed({a for a in present if not a.is_link_local}) or 'none'})",
+                hint="give it the address, or restore with `--tcp close` if only connections use it",
+                fatal=True,
+            )
+
+    def _probe_links(self, target: Target, record: NetworkRecord) -> Iterator[Finding]:
+        wanted = str(target.options.get("bridge") or "")
+        bridges = [i for i in netconfig.read_interfaces(self._tool("ip")) if i.kind == "bridge"]
+        chosen = self._bridges[target.container_id] = {}
+        for interface in record.interfaces:
+            if interface.kind not in _REBUILT:
+                if interface.up:
+                    yield Finding(
+                        f"the container's interface {interface.name} is of type {interface.kind}, which is"
+                        " not made again",
+                        hint="restore into a network namespace that has it",
+                        fatal=True,
+                    )
+            elif interface.kind == "veth":
+                bridge = _bridge_for(interface, bridges, wanted)
+                if bridge is None:
+                    yield _no_bridge(interface, bridges, wanted)
+                    continue
+                chosen[interface.name] = bridge.name
+                yield from _probe_conflicts(interface, bridge, bridges)
+
+    def prepare(self, target: Target, captured: Mapping[str, Any], criu: CriuSettings) -> None:
+        if not captured:
+            return
+        record = NetworkRecord.parse(captured)
+        made = _Made(self._place(target.spec), self._lock(target.container_id))
+        match made.place.kind:
+            case "host":
+                made.place.path = Path("/proc/thread-self/ns/net")
+                self._made[target.container_id] = made
+                if record.connections:
+                    made.lock.close(record.connections)
+            case "path":
+                self._made[target.container_id] = made
+                self._prepare_given(made, record)
+            case _:
+                made.place.path = self._path(target.container_id)
+                self._prepare_new(target, made, record)
+
+    def _prepare_given(self, made: _Made, record: NetworkRecord) -> None:
+        assert made.place.path is not None
+        private = not netns.processes(netns.identity(str(made.place.path)))
+        ip = self._tool("ip")
+        with self._inside(made.place.path):
+            if private:
+                made.lock.close_all()
+            elif record.connections:
+                made.lock.close(record.connections)
+            # Taken down when the container left this very namespace; its routes went with that.
+            known = {interface.name for interface in record.interfaces if interface.up}
+            present = netconfig.read_interfaces(ip)
+            made.lifted += [i.name for i in present if i.name in known and not i.up]
+            if made.lifted:
+                routes = [route for route in record.routes if route.device in made.lifted]
+                commands = [f"link set {name} up" for name in made.lifted]
+                _batch(ip, [*commands, *netconfig.route_commands(routes)])
+
+    def _prepare_new(self, target: Target, made: _Made, record: NetworkRecord) -> None:
+        path = made.place.path
+        assert path is not None
+        if path.exists() and netns.processes(netns.identity(str(path))):
+            raise NetworkError(
+                f"the network namespace of a container {target.container_id} is still in use on this node",
+                hint="give the restored container another name",
+                details=str(path),
+            )
+        remove(target.container_id, self._config)
+        self._made[target.container_id] = made
+        made.created = True
+        netns.create(path)
+        with self._inside(path):
+            made.lock.close_all()
+            netconfig.write_sysctls({**(record.sysctls or {}), **_spec_sysctls(target.spec)})
+            if made.place.kind == "hooked":
+                _batch(self._tool("ip"), ["link set lo up"])
+        if made.place.kind == "hooked":
+            _ask_nerdctl(target, record)
+        else:
+            self._build(target.container_id, path, record)
+        _network_entry(target.spec)["path"] = str(path)
+
+    def _build(self, container_id: str, path: Path, record: NetworkRecord) -> None:
+        """Make the interfaces as they were. Nothing can be heard of them yet: the lock is closed."""
+        ip = self._tool("ip")
+        outside, inside = [], []
+        for number, interface in enumerate(record.interfaces):
+            name, mtu = interface.name, interface.mtu
+            if interface.kind == "veth":
+                outer = f"{_veth_prefix(container_id)}{number:02x}"
+                bridge = self._bridges.get(container_id, {}).get(name)
+                if bridge is None:
+                    raise NetworkError(f"no bridge was chosen for the interface {name}")
+                outside += [
+                    f"link add {outer} mtu {mtu} type veth peer name {name} address {interface.mac}"
+                    f" mtu {mtu} netns {path}",
+                    f"link set {outer} master {bridge}",
+                    f"link set {outer} up",
+                ]
+            elif interface.kind == "dummy":
+                inside.append(f"link add {name} mtu {mtu} address {interface.mac} type dummy")
+            if interface.kind in _REBUILT:
+                inside += netconfig.address_commands(interface)
+        inside += netconfig.route_commands(record.routes)
+        _batch(ip, outside)
+        with self._inside(path):
+            _batch(ip, inside)
+
+    def resume_target(self, target: Target, captured: Mapping[str, Any]) -> None:
+        if (made := self._made.get(target.container_id)) is None or made.place.path is None:
+            return
+        record = NetworkRecord.parse(captured)
+        with self._inside(made.place.path):
+            made.lock.open()
+            if record.lock:  # it went away from this namespace and is back
+                Lock(record.lock, self._tool("nft")).open()
+            if made.place.kind != "host":
+                netlock.announce(netconfig.read_interfaces(self._tool("ip")))
+        del self._made[target.container_id]
+
+    def abort_target(self, target: Target) -> None:
+        with suppress(Exception):
+            made = self._made.pop(target.container_id, None)
+            if made is None or made.place.path is None:
+                return
+            if made.created:
+                remove(target.container_id, self._config)
+                return
+            with self._inside(made.place.path):
+                with suppress(NetworkError):
+                    _batch(self._tool("ip"), [f"link set {name} down" for name in made.lifted])
+                made.lock.open()
+
+    # Both
+
+    @contextmanager
+    def _inside(self, where: int | str | Path) -> Iterator[None]:
+        """Work in the namespace of a process, or in the one named by a path."""
+        path = where if isinstance(where, Path) else Path(f"/proc/{where}/ns/net")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with netns.entered(fd):
+                yield
+        finally:
+            os.close(fd)
+
+    def _place(self, spec: Mapping[str, Any]) -> _Place:
+        entry = _network_entry(spec)
+        if entry is None:
+            return _Place("host")
+        if path := entry.get("path"):
+            given = Path(str(path))
+            with suppress(OSError):
+                if netns.identity(str(given)) == _namespace("self"):
+                    return _Place("host")
+            return _Place("path", given)
+        return _Place("hooked" if _hook_gives_addresses(spec) else "new")
+
+    def _path(self, container_id: str) -> Path:
+        return _path(container_id, self._config)
+
+    def _lock(self, container_id: str) -> Lock:
+        return Lock(f"cedana_{_safe(container_id)}_{os.urandom(3).hex()}", self._tool("nft"))
+
+    def _tool(self, name: str) -> str:
+        return self._config.tool(name)
+
+
+def remove(container_id: str, config: Config) -> None:
+    """Remove the namespace and the links that a restore of this container made, if it made any."""
+    path = _path(container_id, config)
+    if not path.exists():
+        return
+    ip = config.tool("ip")
+    prefix = _veth_prefix(container_id)
+    links = [i.name for i in netconfig.read_interfaces(ip) if i.name.startswith(prefix)]
+    # With one end the other goes, at once; the namespace itself lives as long as its processes.
+    _batch(ip, [f"link delete {name}" for name in links])
+    netns.delete(path)
+
+
+def _path(container_id: str, config: Config) -> Path:
+    return config.run_dir / "netns" / _safe(container_id)
+
+
+def _safe(container_id: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", container_id):
+        raise NetworkError(f"{container_id!r} is no container id")
+    return container_id
+
+
+def _veth_prefix(container_id: str) -> str:
+    return f"ced{hashlib.sha256(container_id.encode()).hexdigest()[:8]}"
+
+
+def _batch(ip: str, commands: Sequence[str]) -> None:
+    if commands:
+        netns.run([ip, "-batch", "-"], "".join(f"{command}\n" for command in commands))
+
+
+def _namespace(pid: int | str) -> tuple[int, int] | None:
+    try:
+        return netns.identity(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _closes(options: Mapping[str, Any]) -> bool:
+    return options.get("tcp") == "close"
+
+
+def _own(found: Sequence[Socket], inodes: set[int]) -> list[Socket]:
+    """The sockets of the container's processes, and those that wait in their accept queues."""
+    ports = {one.local_port for one in found if one.inode in inodes and one.listening}
+    return [one for one in found if one.inode in inodes or (not one.inode and one.local_port in ports)]
+
+
+def _network_entry(spec: Mapping[str, Any]) -> Any:
+    """The network namespace in `linux.namespaces`; None when the container uses the node's."""
+    namespaces = spec.get("linux", {}).get("namespaces", [])
+    return next((entry for entry in namespaces if entry.get("type") == "network"), None)
+
+
+def _spec_namespace(spec: Mapping[str, Any]) -> tuple[int, int] | None:
+    entry = _network_entry(spec)
+    if entry is None or not entry.get("path"):
+        return None
+    try:
+        return netns.identity(str(entry["path"]))
+    except OSError:
+        return None
+
+
+def _spec_sysctls(spec: Mapping[str, Any]) -> dict[str, str]:
+    """The network settings the target's own spec asks for; runc sets them only where it makes the
+    namespace."""
+    asked = spec.get("linux", {}).get("sysctl") or {}
+    return {name.replace(".", "/"): str(value) for name, value in asked.items() if name.startswith("net.")}
+
+
+def _hook_gives_addresses(spec: Mapping[str, Any]) -> bool:
+    """Whether nerdctl's hook runs CNI for this container. runc runs the hooks in a restore too, when the
+    namespace is there and before any socket is."""
+    hooks = spec.get("hooks") or {}
+    named = [hook for kind in ("createRuntime", "prestart") for hook in hooks.get(kind) or []]
+    if not any("oci-hook" in (hook.get("args") or []) for hook in named):
+        return False
+    try:
+        networks = json.loads(spec.get("annotations", {}).get(_NERDCTL_NETWORKS, "[]"))
+    except ValueError:
+        return False
+    return any(network not in ("host", "none") and ":" not in network for network in networks)
+
+
+def _ask_nerdctl(target: Target, record: NetworkRecord) -> None:
+    """Have nerdctl's hook ask CNI for the addresses that sockets are bound to."""
+    annotations = target.spec.setdefault("annotations", {})
+    needed = record.needed_addresses(connections=not _closes(target.options))
+    for address in needed:
+        annotations.setdefault(_NERDCTL_ADDRESS[address.version], str(address))
+    for interface in record.interfaces:
+        if needed & {address.ip for address in interface.addresses} and interface.mac:
+            annotations.setdefault(_NERDCTL_MAC, interface.mac)
+
+
+def _probe_hooked(spec: Mapping[str, Any], needed: set[Address]) -> Iterator[Finding]:
+    for version, annotation in _NERDCTL_ADDRESS.items():
+        wanted = {str(address) for address in needed if address.version == version}
+        given = spec.get("annotations", {}).get(annotation)
+        if len(wanted) > 1 or (given and wanted - {given}):
+            yield Finding(
+                f"sockets of the container are bound to {', '.join(sorted(wanted))}, and it is to have"
+                f" {given or 'one address'}",
+                hint="give it that address (`nerdctl run --ip`), or restore with `--tcp close`",
+                fatal=True,
+            )
+
+
+def _other_kind(record: NetworkRecord) -> Finding:
+    if record.private:
+        return Finding(
+            "the container had a network namespace of its own and is to share this node's",
+            hint="restore it with a network of its own (without `--net-host`, `--net=host`)",
+            fatal=True,
+        )
+    return Finding(
+        "the container shared its node's network and is to have one of its own",
+        hint="restore it with `--net-host` (ctr) or `--net=host` (nerdctl)",
+        fatal=True,
+    )
+
+
+def _bridge_for(interface: Interface, bridges: Sequence[Interface], wanted: str) -> Interface | None:
+    """The bridge that was asked for, else the one whose network the interface's addresses are in."""
+    if wanted:
+        return next((bridge for bridge in bridges if bridge.name == wanted), None)
+    mine = [address.ip for address in interface.addresses if not address.ip.is_link_local]
+    for bridge in bridges:
+        networks = [a.network for a in bridge.addresses if not a.ip.is_link_local]
+        if bridge.up and any(ip in network for network in networks for ip in mine):
+            return bridge
+    return None
+
+
+def _no_bridge(interface: Interface, bridges: Sequence[Interface], wanted: str) -> Finding:
+    if wanted:
+        names = ", ".join(bridge.name for bridge in bridges) or "none"
+        return Finding(f"there is no bridge {wanted} on this node (bridges: {names})", fatal=True)
+    mine = {address.ip for address in interface.addresses if not address.ip.is_link_local}
+    return Finding(
+        f"no bridge of this node is in the network of the container's {interface.name}"
+        f" ({_listed(mine) or 'no address'})",
+        hint="name one with `--bridge`, or give the container a network namespace (CNI)",
+        fatal=True,
+    )
+
+
+def _probe_conflicts(
+    interface: Interface, bridge: Interface, bridges: Sequence[Interface]
+) -> Iterator[Finding]:
+    mine = [address.ip for address in interface.addresses if not address.ip.is_link_local]
+    taken = {address.ip: other.mac for other in bridges for address in other.addresses if address.ip in mine}
+    for address, mac in {**netlock.in_use(bridge.name, mine), **taken}.items():
+        yield Finding(
+            f"the container's address {address} is in use on {bridge.name} by {mac}",
+            hint="stop the container that has it: two cannot share one address",
+            fatal=True,
+        )
+
+
+def _listed(addresses: set[Address]) -> str:
+    return ", ".join(sorted(str(address) for address in addresses))
