@@ -101,11 +101,20 @@ class PostgresClient:
     """One session with PostgreSQL, in its own protocol: simple queries, answers as rows of text."""
 
     def __init__(self, machine: Machine, host: str, user: str = "postgres") -> None:
-        self._socket = machine.connect(host, 5432, timeout_s=60)
-        self._file = self._socket.makefile("rb")
         body = struct.pack("!I", 196608) + b"user\0" + user.encode() + b"\0database\0postgres\0\0"
-        self._socket.sendall(struct.pack("!I", len(body) + 4) + body)
-        self._rows()
+        deadline = time.monotonic() + 60
+        while True:
+            self._socket = machine.connect(host, 5432, timeout_s=60)
+            self._file = self._socket.makefile("rb")
+            self._socket.sendall(struct.pack("!I", len(body) + 4) + body)
+            try:
+                self._rows()
+                return
+            except (ConnectionError, RuntimeError):  # "the database system is starting up"
+                self._socket.close()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def query(self, text: str) -> list[tuple[str, ...]]:
         body = text.encode() + b"\0"
@@ -120,7 +129,7 @@ class PostgresClient:
         while True:
             head = self._file.read(5)
             if len(head) < 5:
-                raise ConnectionError("PostgreSQL closed the connection")
+                raise ConnectionError(error or "PostgreSQL closed the connection")
             kind, length = head[:1], struct.unpack("!I", head[1:])[0]
             body = self._file.read(length - 4)
             if kind == b"D":

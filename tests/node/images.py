@@ -62,6 +62,7 @@ exec postgres -c listen_addresses='*' -c unix_socket_directories=/tmp
 """
 
 _NGINX_CONFIG = b"""daemon off;
+user www-data;
 worker_processes 2;
 error_log /dev/stderr notice;
 pid /run/nginx.pid;
@@ -112,7 +113,7 @@ def build(name: str) -> Path:
         layers.append(_package_layer(recipe.packages, without=_BASE_PACKAGES))
     layers.append(_files_layer(name, recipe))
     config = json.dumps(_image_config(recipe, [_digest(layer) for layer in layers])).encode()
-    key = hashlib.sha256(config).hexdigest()[:16]
+    key = _key(config)
     return _cached(f"{name}-{key}.tar", lambda out: _write_archive(out, layers, config))
 
 
@@ -285,7 +286,7 @@ def _apt() -> list[str]:
 
 def _image_config(recipe: Recipe, diff_ids: list[str]) -> dict[str, Any]:
     return {
-        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
+        "architecture": _architecture(),
         "os": "linux",
         "config": {
             "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8",
@@ -294,6 +295,10 @@ def _image_config(recipe: Recipe, diff_ids: list[str]) -> dict[str, Any]:
         },
         "rootfs": {"type": "layers", "diff_ids": diff_ids},
     }  # fmt: skip
+
+
+def _architecture() -> str:
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 
 
 def _write_archive(out: IO[bytes], layers: list[Path], config: bytes) -> None:
@@ -314,7 +319,8 @@ def _write_archive(out: IO[bytes], layers: list[Path], config: bytes) -> None:
     index = json.dumps({
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.index.v1+json",
-        "manifests": [_descriptor("application/vnd.oci.image.manifest.v1+json", manifest)],
+        "manifests": [_descriptor("application/vnd.oci.image.manifest.v1+json", manifest)
+                      | {"platform": {"architecture": _architecture(), "os": "linux"}}],
     }).encode()  # fmt: skip
     with tarfile.open(fileobj=out, mode="w") as tar:
         for body in (manifest, config):

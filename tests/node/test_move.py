@@ -143,11 +143,11 @@ def test_terminal_session_of_ctr_goes_on(bed: Bed, name: str) -> None:
     with node_a.terminal(run) as screen:
         screen.expect(r"[#$] ")
         screen.type("kept=42; stty cols 111; echo shell=$$\n")
-        screen.expect(r"shell=(\d+)\r\n")
+        screen.expect(r"shell=(\d+)\s")
         bed.move(name)
     with node_b.terminal(["ctr", "tasks", "attach", name]) as screen:
         screen.type("echo kept=$kept shell=$$ $(stty size)\n")
-        screen.expect(r"kept=42 shell=1 \d+ \d+\r\n")
+        screen.expect(r"kept=42 shell=1 \d+ \d+\s")
         screen.type("exit 3\n")
         wait_until(lambda: node_b.task_status(name) in ("", "STOPPED"), "the shell ended")
 
@@ -159,12 +159,12 @@ def test_terminal_session_of_nerdctl_goes_on(bed: Bed, name: str) -> None:
     with node_a.terminal(run) as screen:
         screen.expect(r"[#$] ")
         screen.type("kept=42; echo shell=$$\n")
-        screen.expect(r"shell=(\d+)\r\n")
+        screen.expect(r"shell=(\d+)\s")
         node_a.cedana("checkpoint", name, "--to", (reference := bed.reference(name)))
     node_b.cedana("restore", reference)
     with node_b.terminal(["nerdctl", "attach", name]) as screen:
         screen.type("echo kept=$kept shell=$$\n")
-        screen.expect(r"kept=42 shell=1\r\n")
+        screen.expect(r"kept=42 shell=1\s")
     for node in bed.nodes:
         node.nerdctl("rm", "--force", name)
 
