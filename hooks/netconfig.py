@@ -244,17 +244,17 @@ def read_listeners(found: Sequence[sockdiag.Socket]) -> tuple[Listener, ...]:
 
 
 def read_connections(found: Sequence[sockdiag.Socket]) -> tuple[Connection, ...]:
-    connections = [
-        Connection(one.local, one.local_port, one.remote, one.remote_port)
-        for one in found
-        if one.connected and one.protocol == socket.IPPROTO_TCP
-    ]
+    connections = [connection(one) for one in found if one.connected and one.protocol == socket.IPPROTO_TCP]
     if len(connections) > _MAX_CONNECTIONS:
         raise NetworkError(
             f"the container has {len(connections)} TCP connections; {_MAX_CONNECTIONS} can be carried",
             hint="close some, or checkpoint with `--tcp close`",
         )
     return tuple(connections)
+
+
+def connection(one: sockdiag.Socket) -> Connection:
+    return Connection(one.local, one.local_port, one.remote, one.remote_port)
 
 
 def _shown_interface(link: Mapping[str, Any]) -> Interface:

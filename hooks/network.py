@@ -70,6 +70,9 @@ class _Made:
 
     place: _Place
     lock: Lock
+    record: NetworkRecord
+    private: bool = False
+    """Nobody else lives there."""
     lifted: list[str] = field(default_factory=list)
     """Interfaces that were down."""
     created: bool = False
@@ -91,7 +94,7 @@ class NetworkParticipant:
     def probe_source(self, source: Source, criu: CriuSettings) -> Sequence[Finding]:
         findings = []
         inside = _namespace(source.pid)
-        apart = inside != _namespace("self")
+        apart = inside != _namespace("thread-self")
         nested = [pid for pid in source.pids if _namespace(pid) not in (inside, None)]
         if nested:
             findings.append(
@@ -134,7 +137,7 @@ class NetworkParticipant:
         fd = netns.open_of(source.pid)
         held = _Held(
             fd=fd,
-            apart=netns.identity(fd) != _namespace("self"),
+            apart=netns.identity(fd) != _namespace("thread-self"),
             private=self._private.get(source.container_id, False),
             lock=self._lock(source.container_id),
         )
@@ -252,7 +255,7 @@ class NetworkParticipant:
 
     def _probe_addresses(self, needed: set[Address], path: Path | None) -> Iterator[Finding]:
         try:
-            with self._inside(path or "self"):
+            with self._inside(path or "thread-self"):
                 interfaces = netconfig.read_interfaces(self._tool("ip"))
         except OSError as error:
             yield Finding(
@@ -294,7 +297,7 @@ class NetworkParticipant:
         if not captured:
             return
         record = NetworkRecord.parse(captured)
-        made = _Made(self._place(target.spec), self._lock(target.container_id))
+        made = _Made(self._place(target.spec), self._lock(target.container_id), record)
         match made.place.kind:
             case "host":
                 made.place.path = Path("/proc/thread-self/ns/net")
@@ -303,17 +306,18 @@ class NetworkParticipant:
                     made.lock.close(record.connections)
             case "path":
                 self._made[target.container_id] = made
-                self._prepare_given(made, record)
+                self._prepare_given(made)
             case _:
                 made.place.path = self._path(target.container_id)
-                self._prepare_new(target, made, record)
+                self._prepare_new(target, made)
 
-    def _prepare_given(self, made: _Made, record: NetworkRecord) -> None:
+    def _prepare_given(self, made: _Made) -> None:
         assert made.place.path is not None
-        private = not netns.processes(netns.identity(str(made.place.path)))
+        record = made.record
+        made.private = not netns.processes(netns.identity(str(made.place.path)))
         ip = self._tool("ip")
         with self._inside(made.place.path):
-            if private:
+            if made.private:
                 made.lock.close_all()
             elif record.connections:
                 made.lock.close(record.connections)
@@ -326,8 +330,8 @@ class NetworkParticipant:
                 commands = [f"link set {name} up" for name in made.lifted]
                 _batch(ip, [*commands, *netconfig.route_commands(routes)])
 
-    def _prepare_new(self, target: Target, made: _Made, record: NetworkRecord) -> None:
-        path = made.place.path
+    def _prepare_new(self, target: Target, made: _Made) -> None:
+        path, record = made.place.path, made.record
         assert path is not None
         if path.exists() and netns.processes(netns.identity(str(path))):
             raise NetworkError(
@@ -379,11 +383,10 @@ class NetworkParticipant:
     def resume_target(self, target: Target, captured: Mapping[str, Any]) -> None:
         if (made := self._made.get(target.container_id)) is None or made.place.path is None:
             return
-        record = NetworkRecord.parse(captured)
         with self._inside(made.place.path):
             made.lock.open()
-            if record.lock:  # it went away from this namespace and is back
-                Lock(record.lock, self._tool("nft")).open()
+            if made.record.lock:  # it left this very namespace, perhaps, and is back
+                Lock(made.record.lock, self._tool("nft")).open()
             if made.place.kind != "host":
                 netlock.announce(netconfig.read_interfaces(self._tool("ip")))
         del self._made[target.container_id]
@@ -397,6 +400,12 @@ class NetworkParticipant:
                 remove(target.container_id, self._config)
                 return
             with self._inside(made.place.path):
+                mine = set(made.record.connections)
+                sockdiag.destroy(  # what a failed restore leaves must not end the connection elsewhere
+                    one
+                    for one in sockdiag.sockets()
+                    if made.private or (not one.inode and netconfig.connection(one) in mine)
+                )
                 with suppress(NetworkError):
                     _batch(self._tool("ip"), [f"link set {name} down" for name in made.lifted])
                 made.lock.open()
@@ -421,7 +430,7 @@ class NetworkParticipant:
         if path := entry.get("path"):
             given = Path(str(path))
             with suppress(OSError):
-                if netns.identity(str(given)) == _namespace("self"):
+                if netns.identity(str(given)) == _namespace("thread-self"):
                     return _Place("host")
             return _Place("path", given)
         return _Place("hooked" if _hook_gives_addresses(spec) else "new")
