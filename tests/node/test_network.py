@@ -1,0 +1,538 @@
+"""The participant `network` with real namespaces, links, nftables and TCP connections.
+
+Each test plays a node: its thread lives in a network namespace of its own with the bridge `br0`. The
+container is a process in another one, except where runc and CRIU move a real container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from base.config import Config, load
+from hooks import netconfig, netlock, netns, sockdiag
+from hooks.netns import NetworkError
+from hooks.network import NetworkParticipant, remove
+from hooks.participant import CriuSettings, Source, Target
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
+
+BRIDGE_ADDRESS = "10.77.5.1"
+ADDRESS = "10.77.5.2"
+ADDRESS6 = "fd77::2"
+MAC = "02:77:05:00:00:02"
+PORT = 7000
+
+ECHO = """
+import os, selectors, socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+server = socket.create_server((sys.argv[1], int(sys.argv[2])), family=family)
+selector = selectors.DefaultSelector()
+selector.register(server, selectors.EVENT_READ)
+count = 0
+while True:
+    for key, _ in selector.select():
+        if key.fileobj is server:
+            selector.register(server.accept()[0], selectors.EVENT_READ)
+        elif data := key.fileobj.recv(65536):
+            count += 1
+            key.fileobj.sendall(b"%d %s" % (count, data))
+        else:
+            selector.unregister(key.fileobj)
+"""
+
+
+@dataclass
+class Node:
+    """The namespace the test runs in, and where containers' namespaces are named."""
+
+    directory: Path
+    config: Config
+    stack: ExitStack
+
+    def namespace(self, name: str, address: str = ADDRESS, mac: str = MAC) -> Path:
+        """A network namespace as CNI makes it: eth0 with an address, a link on the bridge, a default route."""
+        path = self.directory / name
+        netns.create(path)
+        self.stack.callback(netns.delete, path)
+        host_end = f"v{name[:10]}"
+        ip(
+            f"link add {host_end} mtu 1400 type veth peer name eth0 address {mac} mtu 1400 netns {path}",
+            f"link set {host_end} master br0",
+            f"link set {host_end} up",
+        )
+        fd = os.open(path, os.O_RDONLY)
+        with netns.entered(fd):
+            ip(
+                "link set lo up",
+                f"addr add {address}/24 dev eth0",
+                f"addr add {ADDRESS6}/64 dev eth0 nodad",
+                "link set eth0 up",
+                f"route add default via {BRIDGE_ADDRESS}",
+                f"route add 192.168.0.0/16 via {BRIDGE_ADDRESS} src {address} metric 50",
+            )
+            Path("/proc/sys/net/ipv4/tcp_keepalive_time").write_text("77")
+        os.close(fd)
+        return path
+
+    def server(self, namespace: Path, address: str = "0.0.0.0", port: int = PORT) -> int:
+        """The pid of an echo server in a namespace."""
+        argv = ["nsenter", f"--net={namespace}", "/usr/bin/python3", "-c", ECHO, address, str(port)]
+        process = subprocess.Popen(argv)
+        self.stack.callback(process.wait)
+        self.stack.callback(process.kill)
+        fd = os.open(namespace, os.O_RDONLY)
+        with netns.entered(fd), closing(socket.socket()) as probe:
+            until(lambda: probe.connect_ex((ADDRESS, port)) == 0)
+        os.close(fd)
+        return process.pid
+
+    def connect(self, address: str = ADDRESS, port: int = PORT) -> socket.socket:
+        return self.stack.enter_context(closing(socket.create_connection((address, port), timeout=5)))
+
+    def participant(self) -> NetworkParticipant:
+        return NetworkParticipant(self.config)
+
+    def source(self, pid: int, **options: Any) -> Source:
+        return Source(
+            "demo", pid, (pid,), {"linux": {"namespaces": [{"type": "network"}]}}, self.directory, options
+        )
+
+    def target(self, path: str = "", **options: Any) -> Target:
+        entry = {"type": "network", "path": path} if path else {"type": "network"}
+        bundle = self.directory / "bundle"
+        return Target(
+            "copy", {"linux": {"namespaces": [entry]}}, bundle, bundle / "rootfs", self.directory, options
+        )
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    config = replace(load(), run_dir=tmp_path / "run")
+    with ExitStack() as stack:
+        home = tmp_path / "node"
+        netns.create(home)
+        stack.callback(netns.delete, home)
+        fd = os.open(home, os.O_RDONLY)
+        stack.callback(os.close, fd)
+        stack.enter_context(netns.entered(fd))
+        ip(
+            "link set lo up",
+            "link add br0 type bridge",
+            f"addr add {BRIDGE_ADDRESS}/24 dev br0",
+            "addr add fd77::1/64 dev br0 nodad",
+            "link set br0 up",
+        )
+        yield Node(tmp_path, config, stack)
+
+
+def ip(*commands: str) -> None:
+    netns.run(["ip", "-batch", "-"], "".join(f"{command}\n" for command in commands))
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 5) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def ask(client: socket.socket, text: bytes, timeout_s: float = 5) -> bytes:
+    client.settimeout(timeout_s)
+    client.sendall(text)
+    return client.recv(65536)
+
+
+def inside(path: Path) -> Any:
+    fd = os.open(path, os.O_RDONLY)
+    stack = ExitStack()
+    stack.callback(os.close, fd)
+    stack.enter_context(netns.entered(fd))
+    return stack
+
+
+def tables() -> list[str]:
+    return [line for line in netns.run(["nft", "list", "tables"]).splitlines() if "cedana" in line]
+
+
+class Sniffer:
+    """The flags of every TCP segment that comes from an address over the bridge."""
+
+    def __init__(self, address: str = ADDRESS) -> None:
+        self.source = socket.inet_aton(address)
+        self.link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+        self.link.bind(("br0", 0x0800))
+        self.link.setblocking(False)
+
+    def flags(self) -> list[int]:
+        seen = []
+        with suppress(BlockingIOError):
+            while frame := self.link.recv(65536):
+                if frame[23] == socket.IPPROTO_TCP and frame[26:30] == self.source:
+                    seen.append(frame[14 + (frame[14] & 15) * 4 + 13])
+        return seen
+
+
+def test_a_quiesced_container_is_silent_and_goes_on_when_resumed(node: Node) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    network = node.participant()
+    assert not [finding for finding in network.probe_source(source, CriuSettings()) if finding.fatal]
+
+    network.quiesce(source)
+    with pytest.raises(TimeoutError):
+        ask(client, b"b", timeout_s=0.3)
+    with closing(socket.socket()) as late:
+        late.settimeout(0.2)
+        assert late.connect_ex((ADDRESS, PORT)) != 0
+    network.resume_source(source)
+
+    client.settimeout(5)
+    assert client.recv(100) == b"2 b"
+    with inside(namespace):
+        assert tables() == []
+
+
+def test_aborting_lets_go_and_may_be_repeated(node: Node) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    client = node.connect()
+    network = node.participant()
+    network.abort_source(source)
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    network.abort_source(source)
+    network.abort_source(source)
+    assert ask(client, b"a") == b"1 a"
+    with inside(namespace):
+        assert tables() == []
+
+
+def test_aborting_after_the_container_died_does_not_raise(node: Node) -> None:
+    source = node.source(node.server(node.namespace("one")))
+    network = node.participant()
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    os.kill(source.pid, signal.SIGKILL)
+    network.abort_source(source)
+
+
+def test_a_destroyed_container_says_nothing_and_frees_its_address(node: Node) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    network = node.participant()
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    network.capture(source)
+    sniffer = Sniffer()
+    os.kill(source.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+    network.release_source(source)
+
+    assert select.select([client], [], [], 0.5)[0] == []
+    assert sniffer.flags() == []
+    assert netlock.in_use("br0", [netconfig.ip_address(ADDRESS)]) == {}
+    with inside(namespace):
+        assert [one for one in sockdiag.sockets()] == []
+        assert tables() == []
+
+
+def test_without_silence_the_destroyed_container_would_have_ended_the_connection(node: Node) -> None:
+    source = node.source(node.server(node.namespace("one")))
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    sniffer = Sniffer()
+    os.kill(source.pid, signal.SIGKILL)
+    assert select.select([client], [], [], 5)[0] == [client]
+    assert sniffer.flags() != []
+
+
+def test_closed_connections_are_ended_for_the_other_side_too(node: Node) -> None:
+    source = node.source(node.server(node.namespace("one")), tcp="close")
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    network = node.participant()
+    criu = CriuSettings()
+    network.probe_source(source, criu)
+    assert "tcp-close" in criu.flags
+    assert "tcp-established" not in criu.flags
+    network.quiesce(source)
+    assert network.capture(source)["connections"] == []
+    os.kill(source.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+    network.release_source(source)
+    client.settimeout(5)
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+
+
+def test_only_the_containers_connections_fall_silent_in_a_shared_namespace(node: Node) -> None:
+    namespace = node.namespace("pod")
+    source = node.source(node.server(namespace))
+    node.server(namespace, port=PORT + 1)
+    mine, other = node.connect(), node.connect(port=PORT + 1)
+    assert ask(mine, b"a") == b"1 a"
+    network = node.participant()
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    assert ask(other, b"b") == b"1 b"
+    with pytest.raises(TimeoutError):
+        ask(mine, b"c", timeout_s=0.3)
+    record = network.capture(source)
+    assert [listener[2] for listener in record["listeners"]] == [PORT]
+    sniffer = Sniffer()
+    os.kill(source.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+    network.release_source(source)
+
+    assert ask(other, b"d") == b"2 d"
+    assert select.select([mine], [], [], 0.5)[0] == []
+    with closing(socket.socket()) as late:
+        assert late.connect_ex((ADDRESS, PORT)) != 0
+    assert 4 not in sniffer.flags()  # a bare reset; what answers a new connection also acknowledges
+
+
+def test_a_container_in_the_nodes_network_is_locked_connection_by_connection(node: Node) -> None:
+    argv = ["/usr/bin/python3", "-c", ECHO, BRIDGE_ADDRESS, str(PORT)]
+    process = subprocess.Popen(argv)
+    node.stack.callback(process.wait)
+    node.stack.callback(process.kill)
+    outside = node.namespace("peer")
+    with inside(outside):
+        until(lambda: socket.socket().connect_ex((BRIDGE_ADDRESS, PORT)) == 0)
+        client = node.connect(BRIDGE_ADDRESS)
+        assert ask(client, b"a") == b"1 a"
+    source = node.source(process.pid)
+    network = node.participant()
+    findings = network.probe_source(source, CriuSettings())
+    assert ["node's own network" in finding.message for finding in findings] == [True]
+    assert not findings[0].fatal
+    network.quiesce(source)
+    record = network.capture(source)
+    assert record["private"] is False
+    assert [BRIDGE_ADDRESS, PORT] in [connection[:2] for connection in record["connections"]]
+    process.kill()
+    process.wait()
+    network.release_source(source)
+    client.settimeout(0.4)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    assert len(tables()) == 1
+    Lock = netlock.Lock
+    Lock(record["lock"], "nft").open()
+
+
+def test_the_captured_network_is_made_again_on_a_bridge(node: Node) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    network = node.participant()
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    record = json.loads(json.dumps(network.capture(source)))
+    with inside(namespace):
+        before = interfaces()
+    os.kill(source.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+    network.release_source(source)
+
+    target = node.target()
+    restoring = node.participant()
+    assert restoring.probe_target(target, record, CriuSettings()) == ()
+    restoring.prepare(target, record, CriuSettings())
+    path = Path(target.spec["linux"]["namespaces"][0]["path"])
+    with inside(path):
+        assert interfaces() == before
+        routes = netns.run(["ip", "route"])
+        assert f"default via {BRIDGE_ADDRESS} dev eth0" in routes
+        assert f"192.168.0.0/16 via {BRIDGE_ADDRESS} dev eth0 src {ADDRESS} metric 50" in routes
+        assert Path("/proc/sys/net/ipv4/tcp_keepalive_time").read_text() == "77\n"
+        assert len(tables()) == 1
+    with closing(socket.socket()) as early:
+        early.settimeout(0.2)
+        assert early.connect_ex((ADDRESS, PORT)) != 0
+    restoring.resume_target(target, record)
+    with inside(path):
+        assert tables() == []
+    node.server(path)
+    assert ask(node.connect(), b"a") == b"1 a"
+    assert ask(node.connect(ADDRESS), b"b").endswith(b"b")
+    remove("copy", node.config)
+    assert not path.exists()
+    assert links() == ["br0", "lo", "vone"]
+
+
+def interfaces() -> list[Any]:
+    return [(i.name, i.kind, i.mac, i.mtu, i.up, sorted(map(str, i.addresses)))
+            for i in netconfig.read_interfaces("ip")]  # fmt: skip
+
+
+def links() -> list[str]:
+    return sorted(i.name for i in netconfig.read_interfaces("ip"))
+
+
+def test_aborting_a_restore_leaves_nothing(node: Node) -> None:
+    record = capture(node, node.namespace("one"))
+    target = node.target()
+    network = node.participant()
+    network.probe_target(target, record, CriuSettings())
+    network.prepare(target, record, CriuSettings())
+    assert len(links()) == 4
+    network.abort_target(target)
+    network.abort_target(target)
+    assert links() == ["br0", "lo", "vone"]
+    assert list((node.config.run_dir / "netns").iterdir()) == []
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert str(node.config.run_dir) not in mounts
+
+
+def capture(node: Node, namespace: Path, release: bool = True) -> dict[str, Any]:
+    source = node.source(node.server(namespace))
+    network = node.participant()
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    record = network.capture(source)
+    if release:
+        os.kill(source.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+        network.release_source(source)
+    else:
+        network.resume_source(source)
+    return json.loads(json.dumps(record))  # type: ignore[no-any-return]
+
+
+def test_an_address_that_is_in_use_is_refused(node: Node) -> None:
+    record = capture(node, node.namespace("one"), release=False)
+    (finding,) = node.participant().probe_target(node.target(), record, CriuSettings())
+    assert finding.fatal
+    assert f"{ADDRESS} is in use on br0 by {MAC}" in finding.message
+
+
+def test_a_node_without_a_bridge_in_that_network_is_refused(node: Node) -> None:
+    record = capture(node, node.namespace("one"))
+    ip("addr flush dev br0")
+    (finding,) = node.participant().probe_target(node.target(), record, CriuSettings())
+    assert finding.fatal
+    assert ADDRESS in finding.message
+    assert node.participant().probe_target(node.target(bridge="br0"), record, CriuSettings()) == ()
+    (finding,) = node.participant().probe_target(node.target(bridge="br9"), record, CriuSettings())
+    assert "no bridge br9" in finding.message
+
+
+def test_a_given_namespace_without_the_address_is_refused(node: Node) -> None:
+    record = capture(node, node.namespace("one"))
+    record["connections"] = [[ADDRESS, PORT, BRIDGE_ADDRESS, 40000]]
+    other = node.namespace("two", address="10.77.5.9", mac="02:77:05:00:00:09")
+    target = node.target(str(other))
+    (finding,) = node.participant().probe_target(target, record, CriuSettings())
+    assert finding.fatal
+    assert ADDRESS in finding.message
+    assert "10.77.5.9" in finding.message
+    criu = CriuSettings({"tcp-established"})
+    closing_target = node.target(str(other), tcp="close")
+    assert node.participant().probe_target(closing_target, record, criu) == ()
+    assert criu.flags == {"tcp-close"}
+
+
+def test_the_namespace_the_container_left_is_used_again(node: Node) -> None:
+    namespace = node.namespace("one")
+    record = capture(node, namespace)
+    target = node.target(str(namespace))
+    network = node.participant()
+    assert network.probe_target(target, record, CriuSettings()) == ()
+    network.prepare(target, record, CriuSettings())
+    network.resume_target(target, record)
+    with inside(namespace):
+        assert "default via" in netns.run(["ip", "route"])
+        assert tables() == []
+    node.server(namespace)
+    assert ask(node.connect(), b"a") == b"1 a"
+
+
+def test_aborting_in_a_given_namespace_puts_it_back(node: Node) -> None:
+    namespace = node.namespace("one")
+    record = capture(node, namespace)
+    target = node.target(str(namespace))
+    network = node.participant()
+    network.prepare(target, record, CriuSettings())
+    network.abort_target(target)
+    with inside(namespace):
+        assert not next(i for i in netconfig.read_interfaces("ip") if i.name == "eth0").up
+        assert tables() == []
+
+
+def test_network_and_no_network_of_its_own_do_not_mix(node: Node) -> None:
+    record = capture(node, node.namespace("one"))
+    target = node.target()
+    target.spec["linux"]["namespaces"].clear()
+    (finding,) = node.participant().probe_target(target, record, CriuSettings())
+    assert finding.fatal
+    (finding,) = node.participant().probe_target(node.target(), {**record, "private": False}, CriuSettings())
+    assert finding.fatal
+
+
+def test_nerdctl_is_asked_for_the_address_and_makes_the_rest(node: Node) -> None:
+    record = capture(node, node.namespace("one"))
+    record["connections"] = [[ADDRESS, PORT, BRIDGE_ADDRESS, 40000]]
+    target = node.target()
+    target.spec["annotations"] = {"nerdctl/networks": '["bridge"]'}
+    target.spec["hooks"] = {
+        "createRuntime": [{"path": "/x", "args": ["x", "internal", "oci-hook", "createRuntime"]}]
+    }
+    network = node.participant()
+    assert network.probe_target(target, record, CriuSettings()) == ()
+    network.prepare(target, record, CriuSettings())
+    assert target.spec["annotations"]["nerdctl/ip"] == ADDRESS
+    assert target.spec["annotations"]["nerdctl/mac-address"] == MAC
+    path = Path(target.spec["linux"]["namespaces"][0]["path"])
+    with inside(path):
+        assert links() == ["lo"]
+        assert len(tables()) == 1
+    network.abort_target(target)
+    assert not path.exists()
+
+
+def test_a_new_address_is_announced(node: Node) -> None:
+    record = capture(node, node.namespace("one"))
+    target = node.target()
+    network = node.participant()
+    network.probe_target(target, record, CriuSettings())
+    network.prepare(target, record, CriuSettings())
+    ip(f"neigh replace {ADDRESS} lladdr 02:00:00:00:00:99 dev br0 nud stale")
+    with closing(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x86DD))) as six:
+        six.bind(("br0", 0x86DD))
+        network.resume_target(target, record)
+        until(lambda: MAC in netns.run(["ip", "neigh", "show", ADDRESS]))
+        six.settimeout(2)
+        seen = b""
+        while not (
+            len(seen) > 78 and seen[54] == 136 and seen[62:78] == socket.inet_pton(socket.AF_INET6, ADDRESS6)
+        ):
+            seen = six.recv(2048)
+        total = sum(struct.unpack("!36H", seen[22:54] + struct.pack("!II", 32, 58) + seen[54:86]))
+        while total >> 16:
+            total = (total & 0xFFFF) + (total >> 16)
+        assert total == 0xFFFF
+    remove("copy", node.config)
+
+
+def test_a_container_id_that_is_a_path_is_refused(node: Node) -> None:
+    with pytest.raises(NetworkError):
+        remove("../../etc", node.config)
