@@ -34,7 +34,7 @@ _QUEUED_BATCHES = 64
 _ZEROS = bytes(CHUNK_BYTES)
 _LEVEL = 1
 _SAMPLES = 4
-_SAMPLE_BYTES = 2048
+_SAMPLE_BYTES = 4096
 _WORTH = 0.95
 """A chunk is compressed when that leaves less than this part of it."""
 
