@@ -17,8 +17,6 @@ from oci import open_store
 from runtime import checkpoint as engine
 from runtime.participants import participants
 
-CHECKPOINTED_LABEL = "ai.cedana.checkpointed"
-"""On a container that ended with a checkpoint: the checkpoint's id and when (seconds since the epoch)."""
 RESTART_LABEL = "containerd.io/restart.status"
 _STOPPED = {RESTART_LABEL: "stopped", "containerd.io/restart.explicitly-stopped": "true"}
 _EXIT_TIMEOUT_S = 30.0
@@ -84,6 +82,8 @@ def _remove_task(client: Client, container_id: str, checkpoint_id: str) -> Itera
     try:
         client.wait_task(container_id, _EXIT_TIMEOUT_S)
         client.delete_task(container_id)
-        client.update_labels(container_id, {CHECKPOINTED_LABEL: f"{checkpoint_id} {time.time():.3f}"})
+        client.update_labels(
+            container_id, {containers.CHECKPOINTED_LABEL: f"{checkpoint_id} {time.time():.3f}"}
+        )
     except CedanaError as error:
         yield f"the container has ended, but its task could not be removed: {error.details or error.message}"

@@ -14,6 +14,8 @@ from runtime.container import Container, load_spec
 from runtime.errors import IncompatibleError
 
 NERDCTL_NAME = "nerdctl/name"
+CHECKPOINTED_LABEL = "ai.cedana.checkpointed"
+"""On a container that ended with a checkpoint: the checkpoint's id and when (seconds since the epoch)."""
 RUNTIME = "io.containerd.cedana.v1"
 _RUNC_RUNTIMES = frozenset({RUNTIME, "io.containerd.runc.v2"})
 _RUNC_ROOT = Path("/run/containerd/runc")

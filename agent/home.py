@@ -27,6 +27,7 @@ from runtime.node import arch
 
 _DATA_ROOT = "/var/lib/nerdctl"
 _TOML = "/etc/nerdctl/nerdctl.toml"
+RESOLV_CONF = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
 _STOP_SIGNAL_LABEL = "io.containerd.image.config.stop-signal"
 _STOP_SIGNAL = re.compile(r"(SIG)?[A-Z0-9+-]{1,12}|\d{1,2}")
 _RESTART_POLICY = re.compile(r"no|always|unless-stopped|on-failure(:\d{1,6})?")
@@ -201,7 +202,7 @@ def _names(data_store: Path, namespace: str) -> Iterator[Path]:
 
 def _resolvers() -> str:
     """This node's /etc/resolv.conf without the resolvers that only the node itself can reach."""
-    for path in (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf")):
+    for path in RESOLV_CONF:
         try:
             lines = path.read_text().splitlines()
         except OSError:

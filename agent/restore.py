@@ -20,9 +20,8 @@ from google.protobuf import any_pb2
 
 from agent import images, references
 from agent.api import containerd_pb2 as api
-from agent.checkpoint import CHECKPOINTED_LABEL
 from agent.containerd import Client
-from agent.containers import NERDCTL_NAME, RUNTIME, check_name
+from agent.containers import CHECKPOINTED_LABEL, NERDCTL_NAME, RUNTIME, check_name
 from agent.errors import AlreadyExistsError, ContainerdError
 from agent.home import Home, home
 from agent.spec import target_spec
@@ -110,7 +109,8 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
         undo.callback(own.remove)
         own.write(spec.get("hostname", ""))
         with trace.step("container"):
-            undo.enter_context(_replaced(client, identity.predecessor))
+            if identity.predecessor is not None:
+                _take_away(client, identity.predecessor, undo)
             snapshot = f"{container_id}-{artifact.record.id[:12]}-{secrets.token_hex(4)}"
             mounts = client.prepare_snapshot(snapshotter, snapshot, parent)
             undo.callback(_quietly, client.remove_snapshot, snapshotter, snapshot)
@@ -174,19 +174,11 @@ def _ended_with(client: Client, container: api.Container, checkpoint_id: str) ->
         return False
 
 
-@contextmanager
-def _replaced(client: Client, predecessor: api.Container | None) -> Iterator[None]:
-    """Take the predecessor's record away; put it back, with its snapshot, if the block fails."""
-    if predecessor is None:
-        yield
-        return
+def _take_away(client: Client, predecessor: api.Container, undo: ExitStack) -> None:
+    """Remove the predecessor's record, but not its snapshot; `undo` puts it back."""
     client.keep(f"snapshots/{predecessor.snapshotter}", predecessor.snapshot_key)
     client.delete_container(predecessor.id)
-    try:
-        yield
-    except BaseException:
-        client.create_container(predecessor)
-        raise
+    undo.callback(client.create_container, predecessor)
 
 
 def _annotations(reference: references.AnyReference, options: RestoreOptions) -> dict[str, str]:
