@@ -85,11 +85,13 @@ def base_image(client: Client, container: api.Container) -> BaseImage:
             hint="run the container from an image with an overlay snapshotter",
         )
     for record in sorted(client.images(), key=lambda image: image.name != container.image):
-        with suppress(CedanaError):
+        try:
             image = read_image(store, record.target.digest)
-            if image.chain and image.chain[-1] == parent:
-                _require_layers(store, image, record.name, name)
-                return BaseImage(store, image.manifest, container.image or record.name)
+        except CedanaError:
+            continue  # of another platform, or not all there: not the one that was unpacked
+        if image.chain and image.chain[-1] == parent:
+            _require_layers(store, image, record.name, name)
+            return BaseImage(store, image.manifest, container.image or record.name)
     raise IncompatibleError(
         f"the image that container {name} was made from ({container.image}) is no longer in containerd",
         hint="pull the very same image again, then checkpoint",
@@ -229,7 +231,7 @@ def _require_layers(store: Store, image: Image, reference: str, container: str) 
     missing = [layer.digest for layer in image.layers if not store.exists(layer)]
     if missing:
         raise IncompatibleError(
-            f"containerd has no longer the layers of {reference}, the image of container {container}",
+            f"containerd no longer has the layers of {reference}, the image of container {container}",
             hint="pull the image again (and set discard_unpacked_layers = false)",
             details=missing[0],
         )
