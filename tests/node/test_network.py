@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -65,7 +66,7 @@ class Node:
     stack: ExitStack
 
     def namespace(self, name: str, address: str = ADDRESS, mac: str = MAC) -> Path:
-        """A network namespace as CNI makes it: eth0 with an address, a link on the bridge, a default route."""
+        """A namespace as CNI makes it: eth0 with an address, a link on the bridge, a default route."""
         path = self.directory / name
         netns.create(path)
         self.stack.callback(netns.delete, path)
@@ -536,3 +537,235 @@ def test_a_new_address_is_announced(node: Node) -> None:
 def test_a_container_id_that_is_a_path_is_refused(node: Node) -> None:
     with pytest.raises(NetworkError):
         remove("../../etc", node.config)
+
+
+class Container:
+    """An echo server under runc, in the root file system of this machine (an overlay over it)."""
+
+    def __init__(self, node: Node, name: str) -> None:
+        self.node, self.name = node, f"cedana-test-{name}-{os.urandom(3).hex()}"
+        self.bundle = node.directory / self.name
+        self.runc_root = node.directory / "runc"
+        for directory in ("upper", "work", "rootfs"):
+            (self.bundle / directory).mkdir(parents=True)
+        layers = f"lowerdir=/,upperdir={self.bundle}/upper,workdir={self.bundle}/work"
+        rootfs = self.bundle / "rootfs"
+        subprocess.run(["mount", "-t", "overlay", "overlay", "-o", layers, str(rootfs)], check=True)
+        node.stack.callback(subprocess.run, ["umount", "-l", str(rootfs)], check=False)
+
+    def spec(self, namespace: str = "") -> dict[str, Any]:
+        entry = {"type": "network", "path": namespace} if namespace else {"type": "network"}
+        (self.bundle / "config.json").unlink(missing_ok=True)
+        self.runc("spec", "--bundle", str(self.bundle))
+        path = self.bundle / "config.json"
+        spec = json.loads(path.read_text())
+        spec["process"]["terminal"] = False
+        spec["process"]["args"] = ["/usr/bin/python3", "-c", ECHO, "0.0.0.0", str(PORT)]
+        spec["root"]["readonly"] = False
+        spec["hostname"] = "demo"
+        spec["mounts"] = [m for m in spec["mounts"] if m["type"] in ("proc", "tmpfs")]
+        namespaces = [n for n in spec["linux"]["namespaces"] if n["type"] not in ("network", "cgroup")]
+        spec["linux"]["namespaces"] = [*namespaces, entry]
+        spec["linux"]["cgroupsPath"] = f"/{self.name}"
+        spec["annotations"] = {"org.criu.config": str(self.bundle / "criu.conf")}
+        return spec  # type: ignore[no-any-return]
+
+    def write(self, spec: dict[str, Any], criu: CriuSettings) -> None:
+        settings = [*sorted(criu.flags), *(" ".join(pair) for pair in criu.values)]
+        settings += ["network-lock skip", "manage-cgroups ignore"]
+        (self.bundle / "criu.conf").write_text("".join(f"{line}\n" for line in settings))
+        (self.bundle / "config.json").write_text(json.dumps(spec))
+
+    def start(self, *command: str) -> int:
+        pid_file = self.bundle / "pid"
+        argv = [*command, "--bundle", str(self.bundle), "--detach", "--pid-file", str(pid_file), self.name]
+        self.node.stack.callback(self.runc, "delete", "--force", self.name, check=False)
+        self.runc(*argv)
+        return int(pid_file.read_text())
+
+    def runc(self, *argv: str, check: bool = True) -> None:
+        environment = {"PATH": self.node.config.tool_path()}
+        log = self.node.directory / "runc.log"
+        runc = [self.node.config.tool("runc"), "--log", str(log), "--root", str(self.runc_root)]
+        null = subprocess.DEVNULL  # what it starts keeps these open
+        done = subprocess.run(
+            [*runc, *argv], stdin=null, stdout=null, stderr=null, env=environment, check=False
+        )
+        if check and done.returncode != 0:
+            logs = [log, *self.node.directory.glob("criu*/*.log")]
+            pytest.fail("\n".join(path.read_text()[-3000:] for path in logs if path.exists()))
+
+
+@pytest.fixture
+def criu_works(node: Node) -> None:
+    if not all(shutil.which(tool, path=node.config.tool_path()) for tool in ("runc", "criu")):
+        pytest.skip("needs the node tools: packaging/node/install")
+
+
+def checkpoint(node: Node, container: Container, source: Source) -> tuple[dict[str, Any], CriuSettings]:
+    """Stop the container, save it, and end it, as the engine does."""
+    criu = CriuSettings()
+    network = node.participant()
+    assert not [finding for finding in network.probe_source(source, criu) if finding.fatal]
+    container.write(json.loads((container.bundle / "config.json").read_text()), criu)
+    container.runc("pause", container.name)
+    network.quiesce(source)
+    container.runc(
+        "checkpoint", "--leave-running", "--image-path", str(node.directory / "images"),
+        "--work-path", str(node.directory / "criu"), container.name,
+    )  # fmt: skip
+    record = json.loads(json.dumps(network.capture(source)))
+    container.runc("kill", container.name, "KILL")
+    container.runc("resume", container.name, check=False)
+    until(lambda: not Path(f"/proc/{source.pid}/ns/net").exists() or zombie(source.pid))
+    network.release_source(source)
+    container.runc("delete", "--force", container.name)
+    return record, CriuSettings(criu.flags)
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+def restore(
+    node: Node, container: Container, record: dict[str, Any], criu: CriuSettings, **options: Any
+) -> Path:
+    path = options.pop("path", "")
+    target = replace(node.target(path, **options), spec=container.spec(path))
+    network = node.participant()
+    assert network.probe_target(target, record, criu) == ()
+    network.prepare(target, record, criu)
+    node.stack.callback(remove, target.container_id, node.config)
+    container.write(target.spec, criu)
+    images, work = str(node.directory / "images"), str(node.directory / "criu-restore")
+    container.start("restore", "--image-path", images, "--work-path", work)
+    network.resume_target(target, record)
+    return Path(next(n["path"] for n in target.spec["linux"]["namespaces"] if n["type"] == "network"))
+
+
+def started(node: Node, container: Container, namespace: str) -> Source:
+    spec = container.spec(namespace)
+    container.write(spec, CriuSettings())
+    pid = container.start("run")
+    source = replace(node.source(pid), spec=spec)
+    until(lambda: socket.socket().connect_ex((ADDRESS, PORT)) == 0)
+    return source
+
+
+class Client(threading.Thread):
+    """Asks on one connection without pause, and counts: every answer has its number."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(daemon=True)
+        self.connection, self.answers, self.longest_gap_s = connection, 0, 0.0
+        self.error: BaseException | None = None
+        self.done = False
+        connection.settimeout(20)
+
+    def run(self) -> None:
+        try:
+            while not self.done:
+                began = time.monotonic()
+                self.connection.sendall(b"x")
+                self.answers += 1
+                assert self.connection.recv(100) == b"%d x" % self.answers
+                self.longest_gap_s = max(self.longest_gap_s, time.monotonic() - began)
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        self.done = True
+        self.join(timeout=30)
+
+
+@pytest.mark.usefixtures("criu_works")
+@pytest.mark.parametrize("given", [True, False], ids=["into_a_given_namespace", "into_a_new_namespace"])
+def test_a_connection_outlives_the_move_of_its_container(node: Node, given: bool) -> None:
+    namespace = node.namespace("one")
+    container = Container(node, "a")
+    source = started(node, container, str(namespace))
+    client = Client(node.connect())
+    client.start()
+    until(lambda: client.answers > 100)
+
+    record, criu = checkpoint(node, container, source)
+    path = restore(node, container, record, criu, path=str(namespace) if given else "")
+    assert (path == namespace) is given
+    at_restore = client.answers
+    until(lambda: client.answers > at_restore + 100, timeout_s=20)
+    client.stop()
+    assert client.error is None
+    print(f"longest gap {client.longest_gap_s:.3f} s")
+    with inside(path):
+        assert tables() == []
+
+
+@pytest.mark.usefixtures("criu_works")
+def test_a_namespace_that_runc_made_is_external_too(node: Node) -> None:
+    container = Container(node, "b")
+    spec = container.spec()
+    container.write(spec, CriuSettings())
+    pid = container.start("run")
+    ip(
+        f"link add vrunc type veth peer name eth0 address {MAC} netns {pid}",
+        "link set vrunc master br0",
+        "link set vrunc up",
+    )
+    with inside(Path(f"/proc/{pid}/ns/net")):
+        ip(f"addr add {ADDRESS}/24 dev eth0", "link set eth0 up")
+    until(lambda: socket.socket().connect_ex((ADDRESS, PORT)) == 0)
+    source = replace(node.source(pid), spec=spec)
+    client = Client(node.connect())
+    client.start()
+    until(lambda: client.answers > 100)
+    record, criu = checkpoint(node, container, source)
+    restore(node, container, record, criu)
+    at_restore = client.answers
+    until(lambda: client.answers > at_restore + 100, timeout_s=20)
+    client.stop()
+    assert client.error is None
+
+
+@pytest.mark.usefixtures("criu_works")
+def test_closed_connections_need_no_address(node: Node) -> None:
+    container = Container(node, "c")
+    source = replace(started(node, container, str(node.namespace("one"))), options={"tcp": "close"})
+    client = node.connect()
+    assert ask(client, b"a").endswith(b"a")
+    record, criu = checkpoint(node, container, source)
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+    other = node.namespace("two", address="10.77.5.9", mac="02:77:05:00:00:09")
+    restore(node, container, record, criu, path=str(other), tcp="close")
+    assert ask(node.connect("10.77.5.9"), b"b").endswith(b"b")
+
+
+@pytest.mark.usefixtures("criu_works")
+def test_a_failed_restore_leaves_the_connection_to_be_restored_again(node: Node) -> None:
+    container = Container(node, "d")
+    source = started(node, container, str(node.namespace("one")))
+    client = Client(node.connect())
+    client.start()
+    until(lambda: client.answers > 10)
+    record, criu = checkpoint(node, container, source)
+    broken = shutil.copytree(node.directory / "images", node.directory / "broken")
+    next(broken.glob("core-*.img")).write_bytes(b"broken")
+    target = replace(node.target(), spec=container.spec())
+    network = node.participant()
+    network.probe_target(target, record, criu)
+    network.prepare(target, record, criu)
+    container.write(target.spec, criu)
+    work = str(node.directory / "criu-broken")
+    container.runc("restore", "--bundle", str(container.bundle), "--detach", "--image-path", str(broken),
+                   "--work-path", work, container.name, check=False)  # fmt: skip
+    container.runc("delete", "--force", container.name, check=False)
+    network.abort_target(target)
+
+    restore(node, container, record, criu)
+    at_restore = client.answers
+    until(lambda: client.answers > at_restore + 10, timeout_s=20)
+    client.stop()
+    assert client.error is None
