@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,11 +103,7 @@ def test_frames_do_not_depend_on_how_the_stream_is_cut(cuts: list[int]) -> None:
     whole = list(ttrpc.FrameReader().feed(stream))
     reader = ttrpc.FrameReader()
     edges = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
-    pieces = [
-        frame
-        for start, end in zip(edges, edges[1:], strict=False)
-        for frame in reader.feed(stream[start:end])
-    ]
+    pieces = [frame for start, end in itertools.pairwise(edges) for frame in reader.feed(stream[start:end])]
     assert pieces == whole
 
 
