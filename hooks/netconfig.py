@@ -10,7 +10,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import (
     IPv4Interface,
     IPv4Network,
@@ -111,7 +111,7 @@ class NetworkRecord:
     """The container has a network namespace apart from its node's."""
     interfaces: tuple[Interface, ...] = ()
     routes: tuple[Route, ...] = ()
-    sysctls: Mapping[str, str] | None = None
+    sysctls: Mapping[str, str] = field(default_factory=dict)
     listeners: tuple[Listener, ...] = ()
     connections: tuple[Connection, ...] = ()
     lock: str = ""
@@ -161,7 +161,7 @@ class NetworkRecord:
                 }
                 for r in self.routes
             ],
-            "sysctls": dict(self.sysctls or {}),
+            "sysctls": dict(self.sysctls),
             "listeners": [[x.protocol, str(x.address), x.port] for x in self.listeners],
             "connections": [
                 [str(c.local), c.local_port, str(c.remote), c.remote_port] for c in self.connections

@@ -26,7 +26,7 @@ from typing import Any
 from base import config as base_config
 from base.config import Config
 from hooks import netconfig, netlock, netns, sockdiag
-from hooks.netconfig import Interface, NetworkRecord
+from hooks.netconfig import Interface, NetworkRecord, Route
 from hooks.netlock import Lock
 from hooks.netns import NetworkError
 from hooks.participant import CriuSettings, Finding, Source, Target
@@ -40,15 +40,26 @@ _NERDCTL_ADDRESS = {4: "nerdctl/ip", 6: "nerdctl/ip6"}
 _NERDCTL_MAC = "nerdctl/mac-address"
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What the probe read of a container's namespace: nothing of it changes in the moment until the
+    freeze, and what is read before costs no frozen time."""
+
+    apart: bool
+    """It is not the node's."""
+    private: bool
+    """No process of anybody else lives in it."""
+    interfaces: tuple[Interface, ...] = ()
+    routes: tuple[Route, ...] = ()
+    sysctls: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass
 class _Held:
     """The namespace of a container being checkpointed, kept open past the end of its processes."""
 
     fd: int
-    apart: bool
-    """It is not the node's."""
-    private: bool
-    """No process of anybody else lives in it."""
+    seen: _Seen
     lock: Lock
     sockets: tuple[Socket, ...] = ()
     """The container's own, where others have some too."""
@@ -83,7 +94,7 @@ class NetworkParticipant:
 
     def __init__(self, config: Config | None = None) -> None:
         self._config = config or base_config.load()
-        self._private: dict[str, bool] = {}
+        self._seen: dict[str, _Seen] = {}
         self._held: dict[str, _Held] = {}
         self._bridges: dict[str, dict[str, str]] = {}
         """By container: the bridge each interface goes on."""
@@ -106,44 +117,55 @@ class NetworkParticipant:
             )
         if not os.access(self._tool("nft"), os.X_OK):
             findings.append(Finding("nft is not installed on this node", hint="install nftables", fatal=True))
-        self._private[source.container_id] = (
-            apart and inside is not None and not netns.processes(inside, source.pids)
-        )
         criu.flags |= {"tcp-close" if _closes(source.options) else "tcp-established", "skip-in-flight"}
         if apart and inside is not None and _spec_namespace(source.spec) != inside:
             criu.values.append(("external", f"net[{inside[1]}]:{_CRIU_KEY}"))
-        findings += self._probe_inside(source, apart)
-        return findings
-
-    def _probe_inside(self, source: Source, apart: bool) -> Iterator[Finding]:
+        private = apart and inside is not None and not netns.processes(inside, source.pids)
         with self._inside(source.pid):
             mine = _own(sockdiag.sockets(), sockdiag.owned_inodes(source.pids))
-            interfaces = netconfig.read_interfaces(self._tool("ip")) if apart else ()
+            seen = self._look(private) if apart else _Seen(apart=False, private=False)
+        self._seen[source.container_id] = seen
         count = sum(one.connected and not one.local.is_loopback for one in mine)
         if not apart and count and not _closes(source.options):
-            yield Finding(
-                f"the container uses the node's own network: its {count} TCP connections live on only if it"
-                " is restored where the node's addresses are",
-                hint="to restore it elsewhere, use `--tcp close`",
-            )
-        for interface in interfaces:
-            if interface.kind not in _REBUILT and interface.up:
-                yield Finding(
-                    f"the interface {interface.name} is of type {interface.kind}, which is not made again",
-                    hint="restore into a network namespace that has it",
+            findings.append(
+                Finding(
+                    f"the container uses the node's own network: its {count} TCP connections live on only"
+                    " if it is restored where the node's addresses are",
+                    hint="to restore it elsewhere, use `--tcp close`",
                 )
+            )
+        for interface in seen.interfaces:
+            if interface.kind not in _REBUILT and interface.up:
+                findings.append(
+                    Finding(
+                        f"the interface {interface.name} is of type {interface.kind}, which is not made"
+                        " again",
+                        hint="restore into a network namespace that has it",
+                    )
+                )
+        return findings
+
+    def _look(self, private: bool) -> _Seen:
+        ip = self._tool("ip")
+        interfaces = netconfig.read_interfaces(ip)
+        return _Seen(
+            apart=True,
+            private=private,
+            interfaces=interfaces,
+            routes=netconfig.read_routes(ip, interfaces),
+            sysctls=netconfig.read_sysctls(),
+        )
 
     def quiesce(self, source: Source) -> None:
         fd = netns.open_of(source.pid)
         held = _Held(
             fd=fd,
-            apart=netns.identity(fd) != _namespace("thread-self"),
-            private=self._private.get(source.container_id, False),
+            seen=self._seen[source.container_id],
             lock=self._lock(source.container_id),
         )
         self._held[source.container_id] = held
         with netns.entered(fd):
-            if held.private:
+            if held.seen.private:
                 held.lock.close_all()
                 return
             inodes = sockdiag.owned_inodes(source.pids)
@@ -156,26 +178,20 @@ class NetworkParticipant:
 
     def capture(self, source: Source) -> dict[str, Any]:
         held = self._held[source.container_id]
-        protocols = (socket.IPPROTO_TCP, socket.IPPROTO_UDP)
+        seen = held.seen
         with netns.entered(held.fd):
-            found = _own(sockdiag.sockets(protocols), sockdiag.owned_inodes(source.pids))
-            listeners = netconfig.read_listeners(found)
-            connections = () if _closes(source.options) else netconfig.read_connections(found)
-            if not held.apart:
-                record = NetworkRecord(
-                    private=False, listeners=listeners, connections=connections, lock=held.lock.table
-                )
-            else:
-                interfaces = netconfig.read_interfaces(self._tool("ip"))
-                record = NetworkRecord(
-                    private=True,
-                    interfaces=interfaces,
-                    routes=netconfig.read_routes(self._tool("ip"), interfaces),
-                    sysctls=netconfig.read_sysctls(),
-                    listeners=listeners,
-                    connections=connections,
-                    lock="" if held.private else held.lock.table,
-                )
+            found = _own(
+                sockdiag.sockets((socket.IPPROTO_TCP, socket.IPPROTO_UDP)), sockdiag.owned_inodes(source.pids)
+            )
+        record = NetworkRecord(
+            private=seen.apart,
+            interfaces=seen.interfaces,
+            routes=seen.routes,
+            sysctls=seen.sysctls,
+            listeners=netconfig.read_listeners(found),
+            connections=() if _closes(source.options) else netconfig.read_connections(found),
+            lock="" if seen.private else held.lock.table,
+        )
         return record.to_json()
 
     def resume_source(self, source: Source) -> None:
@@ -196,7 +212,7 @@ class NetworkParticipant:
                 if _closes(source.options):
                     held.lock.open()  # the other ends are to learn that it is over
                 self._destroy_sockets(held)
-                if held.private:
+                if held.seen.private:
                     self._take_down()
                     held.lock.open()
                 elif not _closes(source.options):
@@ -219,7 +235,7 @@ class NetworkParticipant:
         """Under the lock no reset leaves: the connections end here and nowhere else."""
         mine = {one.identity for one in held.sockets}
         sockdiag.destroy(
-            one for one in sockdiag.sockets() if held.private or (one.identity in mine and not one.inode)
+            one for one in sockdiag.sockets() if held.seen.private or (one.identity in mine and not one.inode)
         )
 
     def _take_down(self) -> None:
@@ -345,7 +361,7 @@ class NetworkParticipant:
         netns.create(path)
         with self._inside(path):
             made.lock.close_all()
-            netconfig.write_sysctls({**(record.sysctls or {}), **_spec_sysctls(target.spec)})
+            netconfig.write_sysctls({**record.sysctls, **_spec_sysctls(target.spec)})
             if made.place.kind == "hooked":
                 _batch(self._tool("ip"), ["link set lo up"])
         if made.place.kind == "hooked":
@@ -387,7 +403,9 @@ class NetworkParticipant:
             made.lock.open()
             if made.record.lock:  # it left this very namespace, perhaps, and is back
                 Lock(made.record.lock, self._tool("nft")).open()
-            if made.place.kind != "host":
+            if made.place.kind == "new":
+                netlock.announce(made.record.interfaces)
+            elif made.place.kind != "host":
                 netlock.announce(netconfig.read_interfaces(self._tool("ip")))
         del self._made[target.container_id]
 
