@@ -75,6 +75,7 @@ class Home:
         _write(self.files["/etc/resolv.conf"], _resolvers())
         if self.data_store is not None:
             _write(self.directory / "log-config.json", self._log_config, 0o600)
+            _write(self.hosts.parent / "meta.json", self._hosts_meta(hostname), 0o600)
             (self.directory / f"{self.container_id}-json.log").touch(0o600)
 
     def remove(self) -> None:
@@ -106,7 +107,7 @@ class Home:
             "nerdctl/name": self.name,
             "nerdctl/hostname": hostname,
             "nerdctl/state-dir": str(self.directory),
-            "nerdctl/networks": '["host"]' if host_network else '["none"]',
+            **self.annotations(host_network),
             "nerdctl/platform": f"linux/{arch()}",
             "nerdctl/extraHosts": "[]",
             "nerdctl/host-config": "{}",
@@ -114,6 +115,11 @@ class Home:
             "nerdctl/log-uri": self.log_uri,
             "nerdctl/log-config": self._log_config,
         }
+
+    def annotations(self, host_network: bool) -> dict[str, str]:
+        """What `nerdctl rm` reads of the container's spec: no CNI network of nerdctl's is to be undone."""
+        networks = {"nerdctl/networks": '["host"]' if host_network else '["none"]'}
+        return networks if self.data_store is not None else {}
 
     def restart_labels(self, claimed: Mapping[str, str]) -> dict[str, str]:
         """The restart policy the container had. Only once it runs: containerd acts on these at once."""
@@ -130,6 +136,11 @@ class Home:
     @property
     def _log_config(self) -> str:
         return json.dumps({"driver": "json-file", "address": str(self.address)})
+
+    def _hosts_meta(self, hostname: str) -> str:
+        """What nerdctl keeps beside the hosts file; `nerdctl rm` and `rename` read it."""
+        networks = {"Networks": None, "ExtraHosts": {}, "Domainname": ""}
+        return json.dumps({"ID": self.container_id, "Hostname": hostname, "Name": self.name, **networks})
 
     def _claim_name(self, data_store: Path) -> None:
         with _names(data_store, self.namespace) as directory:

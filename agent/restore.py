@@ -100,7 +100,7 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
             files=own.files,
             allow=options.allow,
         )
-        spec["annotations"] |= _annotations(pinned, options)
+        spec["annotations"] |= own.annotations(_on_host_network(spec)) | _annotations(pinned, options)
 
         undo.callback(fetch.discard, config, namespace, container_id)
         fetch.prefetch(store, pinned, artifact, namespace, container_id, config, trace)
@@ -164,7 +164,8 @@ def choose_identity(client: Client, record: CheckpointRecord, wanted_name: str) 
 def _ended_with(client: Client, container: api.Container, checkpoint_id: str) -> bool:
     """Whether nothing became of `container` since the checkpoint that ended it."""
     ended, _, when = container.labels.get(CHECKPOINTED_LABEL, "").partition(" ")
-    if ended != checkpoint_id or client.task(container.id) is not None:
+    task = client.task(container.id)
+    if ended != checkpoint_id or (task is not None and task.status != api.STOPPED):
         return False
     mounts = client.snapshot_mounts(container.snapshotter, container.snapshot_key)
     upper = rootfs.overlay_dirs([Mount(m.type, m.source, m.target, tuple(m.options)) for m in mounts]).upper
@@ -177,6 +178,8 @@ def _ended_with(client: Client, container: api.Container, checkpoint_id: str) ->
 def _take_away(client: Client, predecessor: api.Container, undo: ExitStack) -> None:
     """Remove the predecessor's record, but not its snapshot; `undo` puts it back."""
     client.keep(f"snapshots/{predecessor.snapshotter}", predecessor.snapshot_key)
+    if client.task(predecessor.id) is not None:
+        client.delete_task(predecessor.id)
     client.delete_container(predecessor.id)
     undo.callback(client.create_container, predecessor)
 

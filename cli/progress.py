@@ -100,8 +100,8 @@ class _Lines:
         if now - self._last.get(name, 0.0) < _LINE_EVERY_S:
             return
         self._last[name] = now
-        amount = f" {size(done)} of {size(total)}" if total else f" {size(done)}" if done else ""
-        print(f"{name}:{amount} …", file=self._stream, flush=True)
+        amount = f": {size(done)} of {size(total)}" if total else f": {size(done)}" if done else ""
+        print(f"{name}{amount} …", file=self._stream, flush=True)
 
     def end(self, step: Step) -> None:
         if self._last.pop(step.name, None) is not None:
