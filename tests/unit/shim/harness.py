@@ -78,7 +78,7 @@ class Shim:
     async def create(
         self,
         container_id: str,
-        script: str = "sleep 60",
+        script: str = "exec sleep 60",
         *,
         spec: Mapping[str, Any] | None = None,
         **fields: Any,
@@ -99,7 +99,7 @@ class Shim:
         response = await self.call("Start", api.StartRequest(id=container_id, exec_id=exec_id))
         return int(response.pid)
 
-    async def run(self, container_id: str, script: str = "sleep 60", **options: Any) -> int:
+    async def run(self, container_id: str, script: str = "exec sleep 60", **options: Any) -> int:
         """Create and start; returns the pid."""
         await self.create(container_id, script, **options)
         return await self.start(container_id)
@@ -215,6 +215,6 @@ def run(directory: Path, test: Callable[[Shim], Coroutine[Any, Any, None]]) -> N
 def _kill(pid: int) -> None:
     try:
         if pid > 1 and pid != os.getpid():
-            os.kill(pid, 9)
+            os.killpg(pid, 9)
     except ProcessLookupError:
         return

@@ -16,7 +16,7 @@ from tests.unit.shim.harness import CallFailed, Shim, run
 
 ANNOTATED = {"annotations": {"ai.cedana.restore-from": "registry.example/app:ckpt"}}
 COLD = {"annotations": {**ANNOTATED["annotations"], "ai.cedana.on-incompatible": "cold-start"}}
-MARKED = {"process": {"args": ["/bin/sh", "-c", "sleep 60"], "env": ["A=1", "CEDANA_CHECKPOINT=abc"]}}
+MARKED = {"process": {"args": ["/bin/sh", "-c", "exec sleep 60"], "env": ["A=1", "CEDANA_CHECKPOINT=abc"]}}
 LOCATED = {"content": "/var/lib/containerd/content", "manifest": "sha256:" + "0" * 64}
 
 

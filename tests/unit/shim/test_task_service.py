@@ -80,7 +80,7 @@ def test_an_exec_has_a_life_of_its_own(tmp_path: Path) -> None:
 def test_the_exit_of_init_is_told_after_every_execs(tmp_path: Path) -> None:
     async def life(shim: Shim) -> None:
         await shim.run("one")
-        pid = await shim.exec("one", "e", "sleep 60")
+        pid = await shim.exec("one", "e", "exec sleep 60")
         await shim.kill("one")
         await asyncio.sleep(0.2)
         assert "TaskExit" not in shim.told("one")
@@ -95,7 +95,7 @@ def test_the_exit_of_init_is_told_after_every_execs(tmp_path: Path) -> None:
 def test_without_a_pid_namespace_the_rest_dies_with_init(tmp_path: Path) -> None:
     async def life(shim: Shim) -> None:
         await shim.run("one", spec={"linux": {"namespaces": [{"type": "pid", "path": "/proc/1/ns/pid"}]}})
-        await shim.exec("one", "e", "sleep 60")
+        await shim.exec("one", "e", "exec sleep 60")
         await shim.kill("one")
         assert await shim.wait("one", "e") == 137
         assert await shim.wait("one") == 137
@@ -107,7 +107,7 @@ def test_no_exec_starts_once_init_has_ended(tmp_path: Path) -> None:
     async def life(shim: Shim) -> None:
         await shim.run("one")
         await shim.add_exec("one", "late", ["/bin/true"])
-        holding = await shim.exec("one", "e", "sleep 60")
+        holding = await shim.exec("one", "e", "exec sleep 60")
         await shim.kill("one")
         await asyncio.sleep(0.2)
         with pytest.raises(CallFailed, match="init process is not running") as refused:
@@ -150,7 +150,7 @@ def test_a_paused_container_that_dies_is_thawed(tmp_path: Path) -> None:
 def test_pids_name_the_execs(tmp_path: Path) -> None:
     async def life(shim: Shim) -> None:
         init = await shim.run("one")
-        exec_pid = await shim.exec("one", "e", "sleep 60")
+        exec_pid = await shim.exec("one", "e", "exec sleep 60")
         answer = await shim.call("Pids", api.PidsRequest(id="one"))
         found = {info.pid: info.info for info in answer.processes}
         assert set(found) == {init, exec_pid}
