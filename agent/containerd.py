@@ -17,7 +17,12 @@ import grpc
 from google.protobuf.message import Message
 
 from agent.api import containerd_pb2 as api
-from agent.errors import AlreadyExistsError, ContainerdError, ContainerdNotFoundError
+from agent.errors import (
+    AlreadyExistsError,
+    ContainerdError,
+    ContainerdNotFoundError,
+    FailedPreconditionError,
+)
 
 _MAX_MESSAGE_BYTES = 16 << 20
 """containerd's own limit (defaults.DefaultMaxRecvMsgSize)."""
@@ -289,6 +294,8 @@ class Client:
                 return ContainerdNotFoundError(f"containerd, {what}: {details}")
             case grpc.StatusCode.ALREADY_EXISTS:
                 return AlreadyExistsError(f"containerd, {what}: {details}")
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                return FailedPreconditionError(f"containerd refused {what}", details=details)
             case grpc.StatusCode.UNAVAILABLE:
                 return ContainerdError(
                     f"containerd does not answer at {self.address}",

@@ -20,6 +20,10 @@ class AlreadyExistsError(ContainerdError):
     """containerd, or nerdctl, has an object of that name."""
 
 
+class FailedPreconditionError(ContainerdError):
+    """containerd, or the runtime behind it, says that the time or the place is wrong."""
+
+
 class NotRunningError(CedanaError):
     """The container exists, but has no process to checkpoint."""
 

@@ -139,7 +139,7 @@ class Home:
 
     def _hosts_meta(self, hostname: str) -> str:
         """What nerdctl keeps beside the hosts file; `nerdctl rm` and `rename` read it."""
-        networks = {"Networks": None, "ExtraHosts": {}, "Domainname": ""}
+        networks: dict[str, object] = {"Networks": None, "ExtraHosts": {}, "Domainname": ""}
         return json.dumps({"ID": self.container_id, "Hostname": hostname, "Name": self.name, **networks})
 
     def _claim_name(self, data_store: Path) -> None:

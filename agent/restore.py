@@ -22,7 +22,7 @@ from agent import images, references
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
 from agent.containers import CHECKPOINTED_LABEL, NERDCTL_NAME, RUNTIME, check_name
-from agent.errors import AlreadyExistsError, ContainerdError
+from agent.errors import AlreadyExistsError, ContainerdError, FailedPreconditionError
 from agent.home import Home, home
 from agent.spec import target_spec
 from base.config import Config
@@ -33,7 +33,7 @@ from oci.artifact import Artifact
 from oci.record import CheckpointRecord
 from runtime import fetch, rootfs
 from runtime.container import Mount
-from runtime.errors import RestoreError
+from runtime.errors import IncompatibleError, RestoreError
 
 RESTORE_ANNOTATION = "ai.cedana.restore-from"
 TCP_ANNOTATION = "ai.cedana.tcp"
@@ -224,10 +224,11 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except ContainerdError as error:
-        raise RestoreError(
+        kind = IncompatibleError if isinstance(error, FailedPreconditionError) else RestoreError
+        raise kind(
             f"container {name} could not be restored",
             hint=error.hint or "nothing of it is left here; the checkpoint is intact",
-            details=error.details or error.message,
+            details=(error.details or error.message).removeprefix("failed to create shim task: "),
         ) from error
 
 

@@ -277,6 +277,17 @@ def test_failed_start_says_what_the_runtime_said(
     assert caught.value.details == "CRIU could not bind 10.0.0.2"
 
 
+def test_node_that_does_not_fit_is_told_from_one_that_fails(
+    containerd: FakeContainerd, config: Config, take: Take
+) -> None:
+    take()
+    containerd.failures["Tasks/Create"] = (grpc.StatusCode.FAILED_PRECONDITION, "the file /x differs")
+    with pytest.raises(IncompatibleError) as caught:
+        bring_back(config)
+    assert caught.value.exit_code == 4
+    assert caught.value.details == "the file /x differs"
+
+
 def test_interrupted_restore_leaves_nothing(containerd: FakeContainerd, config: Config, take: Take) -> None:
     take()
 
