@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from base.config import Config
     from base.trace import Trace
 
+INCOMPATIBLE = 4
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -217,6 +218,8 @@ def check(as_json: Json = False) -> None:
 
         features = node.check(config)
         _print(report.features_json(features), report.features(features))
+        if any(feature.required and not feature.ok for feature in features):
+            raise typer.Exit(INCOMPATIBLE)
 
 
 @contextmanager
