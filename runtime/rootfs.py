@@ -27,6 +27,7 @@ from runtime.tar import Entry, Kind
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
+_AUFS = ".wh..wh."
 _WHITEOUT_DEVICE = os.makedev(0, 0)
 
 _TRUSTED = "trusted.overlay."
@@ -381,7 +382,7 @@ class _Difference:
         if self._merged < 0:
             raise CheckpointError(
                 f"{path} was renamed or changed in a way that only the mounted root file system shows",
-                hint="checkpoint it while it is mounted, or mount overlays with redirect_dir=off,metacopy=off",
+                hint="checkpoint it while it is mounted, or mount overlays with redirect_dir=off",
             )
         return self._merged
 
@@ -505,11 +506,13 @@ class _Applier:
                 raise _refused(entry.path, "it stands for the root and is no directory")
             self._describe_directory(self.root, ".", entry)
             return
+        if any(part.startswith(_AUFS) and part != OPAQUE for part in parts):
+            return  # AUFS's own files: they say nothing to an overlay
+        if any(part.startswith(WHITEOUT) for part in parts[:-1]):
+            raise _refused(entry.path, "it is in a directory that the layer deletes")
         parent, name = self._parent(parts[:-1]), parts[-1]
         if name == OPAQUE:
             self._make_opaque(parent)
-        elif name.startswith(WHITEOUT + WHITEOUT):
-            return  # other marks of AUFS: they say nothing to an overlay
         elif name.startswith(WHITEOUT):
             self._whiteout(parent, name.removeprefix(WHITEOUT))
         elif entry.kind is Kind.DIRECTORY:
