@@ -134,6 +134,7 @@ def test_full_disk_at_a_restore(bed: Bed, good: Path) -> None:
         ("vsock", ("vsock", "try:")),
         ("unix", ("/outside/server.sock", "try:")),
         ("traced", ("traced", "try:")),
+        ("packets", ("pipe", "try:")),
         ("detached", ("CRIU could not dump", "Can't lookup mount", "try:", "log:")),
     ],
 )

@@ -56,13 +56,16 @@ _POSTGRES_START = b"""#!/bin/sh
 set -e
 bin=$(echo /usr/lib/postgresql/*/bin)
 PATH=$bin:$PATH
+if [ "$(id -u)" = 0 ]; then  # PostgreSQL refuses to run as root: let it believe it is user 102
+    export LD_PRELOAD=libuid_wrapper.so UID_WRAPPER=1
+    for id in RUID EUID SUID RGID EGID SGID; do export UID_WRAPPER_INITIAL_$id=102; done
+fi
 [ -e "$PGDATA/PG_VERSION" ] || initdb --no-sync --auth=trust --username=postgres --locale=C >/dev/null
 echo "host all all all trust" >>"$PGDATA/pg_hba.conf"
 exec postgres -c listen_addresses='*' -c unix_socket_directories=/tmp
 """
 
 _NGINX_CONFIG = b"""daemon off;
-user www-data;
 worker_processes 2;
 error_log /dev/stderr notice;
 pid /run/nginx.pid;
@@ -90,7 +93,7 @@ RECIPES: Mapping[str, Recipe] = {
         {"var/lib/redis": 101},
     ),
     "postgres": Recipe(
-        ("postgresql",),
+        ("postgresql", "libuid-wrapper"),
         ("/usr/local/bin/start-postgres",),
         {"var/lib/postgresql": 102, "var/lib/postgresql/data": 102, "run/postgresql": 102},
         {"usr/local/bin/start-postgres": _POSTGRES_START},

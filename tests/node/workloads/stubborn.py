@@ -1,4 +1,4 @@
-"""Holds what cannot be checkpointed: `stubborn.py io_uring|vsock|unix|traced|detached`, and counts."""
+"""Holds what cannot be checkpointed: `stubborn.py io_uring|vsock|unix|traced|packets|detached`, and counts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ MNT_DETACH = 2
 
 
 def prepare() -> Callable[[], None]:
-    held = {"io_uring": io_uring, "vsock": vsock, "unix": unix, "traced": traced, "detached": detached}[
-        sys.argv[1]
-    ]()
+    held = {
+        "io_uring": io_uring,
+        "vsock": vsock,
+        "unix": unix,
+        "traced": traced,
+        "packets": packets,
+        "detached": detached,
+    }[sys.argv[1]]()
     return lambda: workload.expect(held is None, False, "what is held")
 
 
@@ -44,6 +49,14 @@ def traced() -> int:
             signal.pause()
     workload.call("ptrace", PTRACE_SEIZE, pid, None, None)
     return pid
+
+
+def packets() -> tuple[int, int]:
+    """A pipe in packet mode, with packets in it."""
+    reader, writer = os.pipe2(os.O_DIRECT)
+    os.write(writer, b"one")
+    os.write(writer, b"two")
+    return reader, writer
 
 
 def detached() -> int:
