@@ -225,15 +225,17 @@ class ProcessIO:
         return stdout, stderr
 
     async def _start_logger_for_console(self) -> int:
+        """A terminal has one output, but a log driver expects a pipe (which it may poll) for each."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
+        unused_reader, unused = os.pipe2(os.O_CLOEXEC)
         self._own(writer)
+        self._own(unused)
         os.set_blocking(writer, False)
-        unused = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            await self._spawn_logger(reader, unused)
+            await self._spawn_logger(reader, unused_reader)
         finally:
             os.close(reader)
-            os.close(unused)
+            os.close(unused_reader)
         return writer
 
     async def _spawn_logger(self, stdout: int, stderr: int) -> None:
