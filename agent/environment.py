@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ def load(address: str = "", namespace: str = "", environ: Mapping[str, str] = os
     config = configuration.load({**known, **environ})
     config = replace(
         config,
-        containerd_address=Path((address or str(config.containerd_address)).removeprefix("unix://")),
+        containerd_address=Path(re.sub(r"^unix:/+", "/", address or str(config.containerd_address))),
         containerd_namespace=namespace or config.containerd_namespace,
     )
     if not config.containerd_namespace.replace("-", "").replace(".", "").replace("_", "").isalnum():
