@@ -18,6 +18,7 @@ from hooks.participant import CriuSettings, Finding
 from runtime.container import Container
 from runtime.freezer import Freezer
 from runtime.sockets import Socket, outside_peers, refused, sockets_of
+from runtime.watches import paths_of, watched
 
 _GHOST_LIMIT_MIN = 1 << 20
 """CRIU's own default for the size of a deleted file it carries."""
@@ -97,6 +98,7 @@ def probe(container: Container, criu: CriuSettings) -> Report:
     for process in processes:
         findings += _refused(process)
     _ask_criu(processes, criu)
+    findings += _watches(processes, container.pid, criu)
     sockets = [sock for process in processes for sock in _sockets(process)]
     findings += refused(sockets)
     findings += outside_peers(sockets, container.pid)
@@ -187,6 +189,13 @@ def _foreign(processes: Sequence[Process], init: int) -> Iterator[Finding]:
 
 def _refused(process: Process) -> Iterator[Finding]:
     for file in process.files:
+        if file.kind == "pipe" and _packetized(process.host_pid, file.fd):
+            yield Finding(
+                f"process {process.pid} ({process.name}) holds a pipe in packet mode (O_DIRECT, descriptor"
+                f" {file.fd}), which cannot be checkpointed",
+                hint="let the program open it without O_DIRECT, or use a SOCK_SEQPACKET socket pair",
+                fatal=True,
+            )
         if found := _REFUSED.get(file.path):
             what, hint = found
             yield Finding(
@@ -197,15 +206,47 @@ def _refused(process: Process) -> Iterator[Finding]:
             )
 
 
+def _packetized(host_pid: int, fd: int) -> bool:
+    """Whether a pipe keeps its writes apart (pipe(2), O_DIRECT)."""
+    try:
+        text = Path(f"/proc/{host_pid}/fdinfo/{fd}").read_text()
+    except OSError:
+        return False
+    flags = next((line.split()[1] for line in text.splitlines() if line.startswith("flags:")), "0")
+    return bool(int(flags, 8) & os.O_DIRECT)
+
+
 def _ask_criu(processes: Sequence[Process], criu: CriuSettings) -> None:
     criu.flags |= {"file-locks", "link-remap", "ext-unix-sk"}
     files = [file for process in processes for file in process.files]
     largest = max((file.size_bytes for file in files if file.deleted), default=0)
     if largest > _GHOST_LIMIT_MIN:
         criu.values.append(("ghost-limit", str(largest * 2)))
-    if any(file.kind == "inotify" for file in files):
-        criu.flags.add("force-irmap")
-        criu.values.append(("irmap-scan-path", "/"))
+
+
+def _watches(processes: Sequence[Process], init: int, criu: CriuSettings) -> Iterator[Finding]:
+    """Tell CRIU the paths of what inotify watches on the root file system."""
+    watches = {
+        inode: process
+        for process in processes
+        for file in process.files
+        if file.kind == "inotify"
+        for inode in watched(process.host_pid, file.fd)
+    }
+    if not watches:
+        return
+    paths = paths_of(frozenset(watches), init)
+    criu.flags.add("force-irmap")
+    criu.values += [("irmap-scan-path", path) for path in sorted(paths.values())]
+    root_device = os.stat(f"/proc/{init}/root/.").st_dev
+    for inode, process in watches.items():
+        if inode.device == root_device and inode not in paths:
+            yield Finding(
+                f"process {process.pid} ({process.name}) watches a file that has no name any more (inode"
+                f" {inode.number})",
+                hint="let the program end the inotify watch of the deleted file",
+                fatal=True,
+            )
 
 
 def changed_files(processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Mapping[str, Any]) -> list[str]:

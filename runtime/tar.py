@@ -25,6 +25,8 @@ READ_BYTES = 1 << 20
 
 _MAX_EXTENSION_BYTES = 4 << 20
 """A pax header: names of 4 KiB and extended attributes (64 KiB each; ext4 holds one block of them)."""
+_MAX_EXTENSIONS = 8
+"""Headers before an entry: writers use two at most."""
 _MAX_SPARSE_MAP_BYTES = 16 << 20
 _MAX_TRAILER_BYTES = 1 << 20
 _MAX_PATH_BYTES = 4095
@@ -240,7 +242,7 @@ class Reader:
 
     def _next(self) -> Entry | None:
         records: dict[str, bytes] = {}
-        while True:
+        for _ in range(_MAX_EXTENSIONS + 1):
             self._exactly(self._pad)
             block = self._exactly(BLOCK)
             if not any(block):
@@ -260,6 +262,7 @@ class Reader:
                 records.update(_records(body))
             elif kind != b"g":
                 records.setdefault("path" if kind == b"L" else "linkpath", body.rstrip(b"\0"))
+        raise _malformed(f"more than {_MAX_EXTENSIONS} headers for one entry")
 
     def _described(self, block: bytes, kind: bytes, stored: int, records: Mapping[str, bytes]) -> Entry:
         kind = b"0" if kind in (b"\0", b"7") else kind

@@ -132,3 +132,29 @@ def test_changed_files_are_named(tmp_path: Path) -> None:
     }
     found = probe.changed_files([{"files": files}], rootfs, spec)
     assert [sentence.split(" ")[0] for sentence in found] == ["/data/db", "/gone", "/escape/passwd"]
+
+
+def test_a_packet_mode_pipe_is_refused_and_an_ordinary_one_is_not() -> None:
+    with program("import os; p = os.pipe(); q = os.pipe2(os.O_DIRECT)") as process:
+        (finding,) = probe._refused(process)
+        assert "packet mode" in finding.message
+
+
+def test_the_paths_of_inotify_watches_are_found() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        deep = Path(directory, "a", "b")
+        deep.mkdir(parents=True)
+        (deep / "file").touch()
+        code = (
+            "import ctypes; c = ctypes.CDLL(None); fd = c.inotify_init1(0)\n"
+            f"for p in {[str(deep), str(deep / 'file')]}: assert c.inotify_add_watch(fd, p.encode(), 2) > 0"
+        )
+        with program(code) as process:
+            criu = CriuSettings()
+            assert list(probe._watches([process], process.host_pid, criu)) == []
+            assert "force-irmap" in criu.flags
+            assert criu.values == [("irmap-scan-path", str(p)) for p in (deep, deep / "file")]
+            (deep / "file").rename(deep / "renamed")
+            os.link(deep / "renamed", deep / "other")
+            (deep / "renamed").unlink()
+            assert list(probe._watches([process], process.host_pid, CriuSettings())) == []
