@@ -112,7 +112,7 @@ def check(config: Config) -> list[Feature]:
 
 
 def _copy(source: AnyReference, target: AnyReference, tag: str, config: Config, trace: Trace) -> Copied:
-    from oci import transfer
+    from oci.transfer import copy
 
     origin = open_store(source, config)
     with trace.step("open"):
@@ -120,7 +120,7 @@ def _copy(source: AnyReference, target: AnyReference, tag: str, config: Config, 
     tag = target.tag or tag or references.tag_of(artifact.record)
     target = replace(target, tag=tag, digest="")
     destination = open_store(target, config)
-    manifest = transfer.copy(origin, artifact.manifest.digest, destination, tag, trace)
+    manifest = copy(origin, artifact.manifest.digest, destination, tag, trace)
     return Copied(source, target, manifest)
 
 
