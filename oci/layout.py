@@ -193,8 +193,8 @@ class Layout:
                     f"{self.directory} is neither empty nor an OCI image layout",
                     hint="name a new or empty directory",
                 )
-            (self._blobs / "sha256").mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._private.mkdir(mode=0o700, exist_ok=True)
+            for directory in (self._blobs, self._blobs / "sha256", self._private):
+                directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise self._failed(error) from error
         with self._locked():

@@ -79,11 +79,10 @@ def _parse_layout(text: str) -> LayoutReference:
     tag = digest = ""
     if match := re.fullmatch(rf"(.*)@({_DIGEST})", rest):
         rest, digest = match[1], match[2]
-        if tagged := re.fullmatch(rf"(.*):({_TAG})", rest):
-            rest = tagged[1]
-    elif match := re.fullmatch(rf"(.*):({_TAG})", rest):
-        rest, tag = match[1], match[2]
-    elif "@" in rest.rpartition("/")[2] or ":" in rest.rpartition("/")[2]:
+    if match := re.fullmatch(rf"(.*):({_TAG})", rest):
+        rest, tag = match[1], "" if digest else match[2]
+    last = rest.rpartition("/")[2]
+    if "@" in last or ":" in last:
         raise UsageError(
             f"the reference {text!r} ends in neither a tag nor a digest",
             hint="a layout is written oci:DIRECTORY, oci:DIRECTORY:TAG or oci:DIRECTORY@sha256:…",
