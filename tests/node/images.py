@@ -54,15 +54,16 @@ class Recipe:
 
 _POSTGRES_START = b"""#!/bin/sh
 set -e
-bin=$(echo /usr/lib/postgresql/*/bin)
-PATH=$bin:$PATH
-if [ "$(id -u)" = 0 ]; then  # PostgreSQL refuses to run as root: let it believe it is user 102
-    export LD_PRELOAD=libuid_wrapper.so UID_WRAPPER=1
-    for id in RUID EUID SUID RGID EGID SGID; do export UID_WRAPPER_INITIAL_$id=102; done
+PATH=$(echo /usr/lib/postgresql/*/bin):$PATH
+as_user=
+if [ "$(id -u)" = 0 ]; then  # PostgreSQL refuses to run as root: let the server believe it is user 102
+    as_user="chroot --userspec=102:102 /"
+    for id in RUID EUID SUID RGID EGID SGID; do ids="$ids UID_WRAPPER_INITIAL_$id=102"; done
+    believe="env LD_PRELOAD=libuid_wrapper.so UID_WRAPPER=1 $ids"
 fi
-[ -e "$PGDATA/PG_VERSION" ] || initdb --no-sync --auth=trust --username=postgres --locale=C >/dev/null
+$as_user initdb --no-sync --auth=trust --username=postgres --locale=C >/dev/null
 echo "host all all all trust" >>"$PGDATA/pg_hba.conf"
-exec postgres -c listen_addresses='*' -c unix_socket_directories=/tmp
+exec $believe postgres -c listen_addresses='*' -c unix_socket_directories=/tmp
 """
 
 _NGINX_CONFIG = b"""daemon off;
