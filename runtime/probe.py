@@ -37,6 +37,12 @@ _REFUSED = {
     "/dev/fuse": ("an open FUSE device", "unmount the file system it serves"),
     "/dev/kvm": ("/dev/kvm", "checkpoint the guest instead"),
 }  # fmt: skip
+_PACKET_PIPE = (
+    "a pipe in packet mode (O_DIRECT)",
+    "let the program use a SOCK_SEQPACKET socket pair instead",
+)
+_SEMAPHORE = ("an eventfd in semaphore mode (EFD_SEMAPHORE)", "CRIU would bring it back in the other mode; let"
+              " the program use a plain eventfd or a futex")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -189,14 +195,12 @@ def _foreign(processes: Sequence[Process], init: int) -> Iterator[Finding]:
 
 def _refused(process: Process) -> Iterator[Finding]:
     for file in process.files:
+        found = _REFUSED.get(file.path)
         if file.kind == "pipe" and _packetized(process.host_pid, file.fd):
-            yield Finding(
-                f"process {process.pid} ({process.name}) holds a pipe in packet mode (O_DIRECT, descriptor"
-                f" {file.fd}), which cannot be checkpointed",
-                hint="let the program open it without O_DIRECT, or use a SOCK_SEQPACKET socket pair",
-                fatal=True,
-            )
-        if found := _REFUSED.get(file.path):
+            found = _PACKET_PIPE
+        elif file.kind == "eventfd" and _is_semaphore(process.host_pid, file.fd):
+            found = _SEMAPHORE
+        if found:
             what, hint = found
             yield Finding(
                 f"process {process.pid} ({process.name}) holds {what} (descriptor {file.fd}), which cannot be"
@@ -208,12 +212,21 @@ def _refused(process: Process) -> Iterator[Finding]:
 
 def _packetized(host_pid: int, fd: int) -> bool:
     """Whether a pipe keeps its writes apart (pipe(2), O_DIRECT)."""
+    return bool(int(_fdinfo(host_pid, fd).get("flags", "0"), 8) & os.O_DIRECT)
+
+
+def _is_semaphore(host_pid: int, fd: int) -> bool:
+    """Whether an eventfd counts down by one (eventfd(2), EFD_SEMAPHORE); shown from Linux 6.5 on."""
+    return _fdinfo(host_pid, fd).get("eventfd-semaphore", "0") != "0"
+
+
+def _fdinfo(host_pid: int, fd: int) -> dict[str, str]:
+    """What the kernel shows of a descriptor; empty if it is gone."""
     try:
-        text = Path(f"/proc/{host_pid}/fdinfo/{fd}").read_text()
+        lines = Path(f"/proc/{host_pid}/fdinfo/{fd}").read_text().splitlines()
     except OSError:
-        return False
-    flags = next((line.split()[1] for line in text.splitlines() if line.startswith("flags:")), "0")
-    return bool(int(flags, 8) & os.O_DIRECT)
+        return {}
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def _ask_criu(processes: Sequence[Process], criu: CriuSettings) -> None:

@@ -140,6 +140,13 @@ def test_a_packet_mode_pipe_is_refused_and_an_ordinary_one_is_not() -> None:
         assert "packet mode" in finding.message
 
 
+def test_a_semaphore_eventfd_is_refused_and_an_ordinary_one_is_not() -> None:
+    setup = "import ctypes; c = ctypes.CDLL(None); c.eventfd(1, 0); c.eventfd(1, 1)"
+    with program(setup) as process:
+        (finding,) = probe._refused(process)
+        assert "EFD_SEMAPHORE" in finding.message
+
+
 def test_the_paths_of_inotify_watches_are_found() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         deep = Path(directory, "a", "b")
