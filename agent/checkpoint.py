@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from agent import containers, images, references
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
+from agent.locks import exclusive
 from base.config import Config
 from base.errors import CedanaError
 from base.trace import Trace
@@ -40,8 +41,10 @@ def checkpoint(
     The container is untouched if anything fails. Without `leave_running` it has ended at the end; its record
     stays in containerd.
     """
-    with Client(config.containerd_address, config.containerd_namespace) as client:
+    with ExitStack() as held:
+        client = held.enter_context(Client(config.containerd_address, config.containerd_namespace))
         record = containers.find(client, name)
+        held.enter_context(exclusive(config, client.namespace, record.id))
         described = containers.describe(client, record)
         base = images.base_image(client, record)
         described = replace(described, image_digest=base.manifest.digest)

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from agent.containerd import Client
 from agent.containers import CHECKPOINTED_LABEL, NERDCTL_NAME, RUNTIME, check_name
 from agent.errors import AlreadyExistsError, ContainerdError, FailedPreconditionError
 from agent.home import Home, home
+from agent.locks import exclusive
 from agent.spec import target_spec
 from base.config import Config
 from base.errors import CedanaError
@@ -85,13 +87,12 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
         claimed = artifact.spec()
     snapshotter = os.environ.get("CONTAINERD_SNAPSHOTTER", "overlayfs")
     namespace = config.containerd_namespace
-    with (
-        Client(config.containerd_address, namespace) as client,
-        client.lease(),
-        ExitStack() as undo,
-    ):
+    with ExitStack() as held, ExitStack() as undo:
+        client = held.enter_context(Client(config.containerd_address, namespace))
         identity = choose_identity(client, artifact.record, options.name)
         container_id = identity.container_id
+        held.enter_context(exclusive(config, namespace, container_id))
+        held.enter_context(client.lease())
         own = home(config, namespace, container_id, identity.name)
         spec = target_spec(
             claimed,
@@ -207,7 +208,14 @@ def _task(
         stdout=own.log_uri,
         stderr=own.log_uri,
         terminal=spec["process"]["terminal"],
+        runtime_path=_shim(),
     )
+
+
+def _shim() -> str:
+    """Our shim's path, so that containerd need not have it on its own PATH; '' to let containerd look."""
+    beside = os.path.join(os.path.dirname(sys.executable), "containerd-shim-cedana-v1")
+    return beside if os.access(beside, os.X_OK) else ""
 
 
 def _packed(spec: dict[str, Any]) -> any_pb2.Any:

@@ -107,6 +107,7 @@ _SYSCTL = re.compile(
 _MAX_STRINGS = 65536
 _MAX_STRING_BYTES = 2 << 20
 _MAX_MOUNTS = 1024
+_MAX_REASONS = 5
 _MAX_ID = (1 << 32) - 2
 _DEVICE_NUMBERS = (("major", 4095), ("minor", (1 << 20) - 1), ("uid", _MAX_ID), ("gid", _MAX_ID))
 _SHAREABLE = {"network": "host-network", "pid": "host-pid", "ipc": "host-ipc", "uts": "host-uts"}
@@ -172,12 +173,10 @@ class _Builder:
     def refuse(self) -> None:
         if not self.wanted:
             return
-        reasons = [reason for reasons in self.wanted.values() for reason in reasons]
-        shown = "; ".join(reasons[:12]) + (f"; and {len(reasons) - 12} more" if len(reasons) > 12 else "")
         raise NotAllowedError(
             "the checkpoint asks for more than a container gets here unless it is allowed",
             hint="if you trust its origin: " + " ".join(f"--allow {what}" for what in self.wanted),
-            details=shown,
+            details="; ".join(_some(reasons) for reasons in self.wanted.values()),
         )
 
     def process(self) -> Json:
@@ -394,6 +393,11 @@ class _Builder:
                 _malformed(f"{value[:80]!r} is not a {name}")
             kept[name] = value
         return kept
+
+
+def _some(reasons: Sequence[str]) -> str:
+    more = f" and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
+    return f"{', '.join(reasons[:_MAX_REASONS])}{more}"
 
 
 def _mount_json(place: str, kind: str, source: str, options: Sequence[str]) -> Json:
