@@ -41,8 +41,10 @@ _PACKET_PIPE = (
     "a pipe in packet mode (O_DIRECT)",
     "let the program use a SOCK_SEQPACKET socket pair instead",
 )
-_SEMAPHORE = ("an eventfd in semaphore mode (EFD_SEMAPHORE)", "CRIU would bring it back in the other mode; let"
-              " the program use a plain eventfd or a futex")  # fmt: skip
+_SEMAPHORE = (
+    "an eventfd in semaphore mode (EFD_SEMAPHORE)",
+    "CRIU would bring it back in the other mode; let the program use a plain eventfd or a futex",
+)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 from base.config import Config
 from base.trace import Trace
 from hooks.participant import CriuSettings, Finding, Participant, Source
-from runtime import criu
+from runtime import criu, rlimits
 from runtime.container import Container
 from runtime.errors import CheckpointError, IncompatibleError
 from runtime.freezer import Freezer
@@ -107,9 +107,15 @@ class StoppedContainer:
             *self.runc_options,
             self.container.id,
         ]
-        done = subprocess.run(
-            argv, capture_output=True, text=True, check=False, env=criu.environment(self.config)
-        )
+        with rlimits.answering() as install:
+            done = subprocess.run(
+                argv,
+                capture_output=True,
+                text=True,
+                check=False,
+                env=criu.environment(self.config),
+                preexec_fn=install,
+            )
         if done.returncode != 0:
             self._raise_dump_failed(work / "dump.log", last_error(log) or done.stderr.strip())
 

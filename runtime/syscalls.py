@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import struct
+from collections.abc import Sequence
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # The same numbers on every architecture (linux, include/uapi/asm-generic/unistd.h).
@@ -169,3 +172,24 @@ def _check(result: int, name: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
+
+
+class _BpfProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(ctypes.c_char)))
+
+
+def bpf_program(instructions: Sequence[tuple[int, int, int, int]]) -> ctypes.Structure:
+    """A `struct sock_fprog` of (code, jump if true, jump if false, constant) (linux/filter.h)."""
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
+    program = _BpfProgram(len(instructions))
+    program.instructions = ctypes.cast(
+        ctypes.create_string_buffer(code, len(code)), ctypes.POINTER(ctypes.c_char)
+    )
+    return program
+
+
+def seccomp_listener(program: ctypes.Structure) -> int:
+    """Filter this process with `program`; returns the descriptor that is notified (seccomp(2))."""
+    number = {"x86_64": 317, "aarch64": 277}[platform.machine()]
+    set_mode_filter, new_listener = 1, 1 << 3
+    return _check(_libc.syscall(number, set_mode_filter, new_listener, ctypes.byref(program)), "seccomp")

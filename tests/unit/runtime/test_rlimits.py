@@ -1,0 +1,72 @@
+"""Reading other users' resource limits without CAP_SYS_RESOURCE, by the kernel's own means."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from runtime import rlimits
+
+READ = """
+import ctypes, sys
+pair = (ctypes.c_uint64 * 2)()
+libc = ctypes.CDLL(None, use_errno=True)
+result = libc.prlimit64(int(sys.argv[1]), 7, None, ctypes.byref(pair))
+print(result, pair[0], pair[1], ctypes.get_errno())
+print(libc.prlimit64(0, 7, None, ctypes.byref(pair)), pair[0])
+"""
+
+
+def read(pid: int) -> list[list[int]]:
+    """What prlimit(2) says of RLIMIT_NOFILE of `pid` and of itself, in a process under our filter."""
+    with rlimits.answering() as install:
+        argv = [sys.executable, "-c", READ, str(pid)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, preexec_fn=install)
+    return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def without_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlimits, "_may_read_limits", lambda: False)
+
+
+def test_limits_are_read_from_proc_as_the_kernel_has_them() -> None:
+    found = rlimits.limits_of(os.getpid())
+    for number in range(16):
+        expected = [value if value >= 0 else (1 << 64) - 1 for value in resource.getrlimit(number)]
+        assert list(found[number]) == expected
+
+
+@pytest.mark.usefixtures("without_capability")
+def test_the_limits_of_another_users_process_can_be_read() -> None:
+    other = subprocess.Popen(
+        ["sleep", "60"], user=65534, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (77, 88))
+    )
+    try:
+        assert read(other.pid)[0][:3] == [0, 77, 88]
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.usefixtures("without_capability")
+def test_its_own_limits_come_from_the_kernel_and_a_gone_process_is_an_error() -> None:
+    (result, _, _, errno), (own, soft) = read(1 << 22)
+    assert (result, errno) == (-1, 3)
+    assert (own, soft) == (0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def test_nothing_is_filtered_where_root_has_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlimits, "_may_read_limits", lambda: True)
+    with rlimits.answering() as install:
+        assert install is None
+
+
+@pytest.mark.usefixtures("without_capability")
+def test_a_child_that_cannot_start_leaves_no_thread() -> None:
+    with pytest.raises(FileNotFoundError), rlimits.answering() as install:
+        subprocess.run(["/no/such/program"], preexec_fn=install, check=False)
