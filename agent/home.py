@@ -27,6 +27,7 @@ from runtime.node import arch
 
 _DATA_ROOT = "/var/lib/nerdctl"
 _TOML = "/etc/nerdctl/nerdctl.toml"
+OUTPUT_LOG = "output.log"
 RESOLV_CONF = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
 _STOP_SIGNAL_LABEL = "io.containerd.image.config.stop-signal"
 _STOP_SIGNAL = re.compile(r"(SIG)?[A-Z0-9+-]{1,12}|\d{1,2}")
@@ -62,6 +63,11 @@ class Home:
             "/etc/resolv.conf": self.directory / "resolv.conf",
         }
 
+    @property
+    def log(self) -> Path:
+        """The file the log ends up in."""
+        return self.directory / (OUTPUT_LOG if self.data_store is None else f"{self.container_id}-json.log")
+
     def write(self, hostname: str) -> None:
         """Make everything; raises `AlreadyExistsError` if nerdctl gave the name to another container."""
         if self.data_store is not None:
@@ -73,10 +79,10 @@ class Home:
         _write(self.hosts, localhost + own_name)
         _write(self.files["/etc/hostname"], f"{hostname}\n")
         _write(self.files["/etc/resolv.conf"], _resolvers())
+        self.log.touch(0o600)
         if self.data_store is not None:
             _write(self.directory / "log-config.json", self._log_config, 0o600)
             _write(self.hosts.parent / "meta.json", self._hosts_meta(hostname), 0o600)
-            (self.directory / f"{self.container_id}-json.log").touch(0o600)
 
     def remove(self) -> None:
         """Undo `write`, except for what an earlier life of the container had left."""
@@ -172,7 +178,7 @@ def home(config: Config, namespace: str, container_id: str, name: str) -> Home:
     else:
         directory = config.state_dir / "containers" / namespace / container_id
         hosts = directory / "hosts"
-        log_uri = f"file://{quote(str(directory / 'output.log'))}"
+        log_uri = f"file://{quote(str(directory / OUTPUT_LOG))}"
     return Home(
         directory=directory,
         hosts=hosts,

@@ -38,7 +38,7 @@ def _take(path: Path) -> int | None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Its holder may have removed the file between our open and our lock.
-            if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
+            if os.fstat(lock).st_nlink:
                 return lock
         except BlockingIOError:
             os.close(lock)

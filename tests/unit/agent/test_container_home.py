@@ -35,6 +35,7 @@ def made(config: Config, container_id: str = ID, name: str = "web") -> Home:
 def test_without_nerdctl_the_log_is_a_plain_file(config: Config) -> None:
     own = made(config, "c1", "c1")
     assert own.log_uri == f"file://{config.state_dir}/containers/default/c1/output.log"
+    assert stat.S_IMODE(own.log.stat().st_mode) == 0o600
     assert "nerdctl/name" not in own.labels({}, "host-1", False)
     assert not (own.directory / "log-config.json").exists()
 
