@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hooks.participant import CriuSettings, Finding
+from runtime import rlimits
 from runtime.container import Container
 from runtime.freezer import Freezer
 from runtime.sockets import Socket, outside_peers, refused, sockets_of
@@ -110,6 +111,7 @@ def probe(container: Container, criu: CriuSettings) -> Report:
     sockets = [sock for process in processes for sock in _sockets(process)]
     findings += refused(sockets)
     findings += outside_peers(sockets, container.pid)
+    findings += rlimits.refused([process.host_pid for process in processes])
     return Report(tuple(processes), tuple(sockets), tuple(findings))
 
 

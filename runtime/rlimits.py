@@ -3,7 +3,8 @@
 Reading them with prlimit(2) takes CAP_SYS_RESOURCE, which root lacks in many virtual machines and nested
 containers, though /proc/PID/limits shows the same to everyone. There, runc and CRIU run under a seccomp
 filter that hands just that call to us (seccomp_unotify(2)), and we answer it from /proc. With the
-capability nothing is filtered.
+capability nothing is filtered. A filtered CRIU may not suspend the filters of others (ptrace(2),
+PTRACE_O_SUSPEND_SECCOMP), so a container that has both, other users and seccomp, needs the capability.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hooks.participant import Finding
 from runtime import syscalls
 
 _CAP_SYS_RESOURCE = 24
@@ -41,11 +43,23 @@ _SEND = _iowr(1, _RESPONSE.size)
 """linux/seccomp.h: SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND, and the structures they carry."""
 
 
+def refused(pids: Sequence[int]) -> Iterator[Finding]:
+    """What stops a dump of the processes `pids` for want of the capability."""
+    if not _may_read_limits() and _of_other_users(pids) and _under_seccomp(pids):
+        yield Finding(
+            "root lacks CAP_SYS_RESOURCE on this node, which a container needs that has both processes of"
+            " other users and a seccomp profile",
+            hint="give the node the capability, or run the container without seccomp or as root",
+            fatal=True,
+        )
+
+
 @contextmanager
-def answering() -> Iterator[Callable[[], None] | None]:
-    """Yields what `subprocess` must call in the child (`preexec_fn`); None where nothing is needed."""
+def answering(pids: Sequence[int]) -> Iterator[Callable[[], None] | None]:
+    """Yields what `subprocess` must call in the child (`preexec_fn`) for it to read the limits of `pids`;
+    None where nothing is needed."""
     machine = _MACHINES.get(platform.machine())
-    if machine is None or _may_read_limits():
+    if machine is None or _may_read_limits() or not _of_other_users(pids):
         yield None
         return
     program = syscalls.bpf_program(_filter(*machine))
@@ -76,10 +90,25 @@ def _value(column: str) -> int:
 
 
 def _may_read_limits() -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _CAP_SYS_RESOURCE & 1)
-    return False
+    return bool(int(_status("self").get("CapEff", ["0"])[0], 16) >> _CAP_SYS_RESOURCE & 1)
+
+
+def _of_other_users(pids: Sequence[int]) -> bool:
+    """Whether any of `pids` has a user or group id that is not root's."""
+    statuses = (_status(pid) for pid in pids)
+    return any({*s.get("Uid", [])[:3], *s.get("Gid", [])[:3]} - {"0"} for s in statuses)
+
+
+def _under_seccomp(pids: Sequence[int]) -> bool:
+    return any(_status(pid).get("Seccomp", ["0"]) != ["0"] for pid in pids)
+
+
+def _status(pid: int | str) -> dict[str, list[str]]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def _filter(audit_arch: int, prlimit64: int) -> list[tuple[int, int, int, int]]:

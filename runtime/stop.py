@@ -107,7 +107,7 @@ class StoppedContainer:
             *self.runc_options,
             self.container.id,
         ]
-        with rlimits.answering() as install:
+        with rlimits.answering(self.report.pids) as install:
             done = subprocess.run(
                 argv,
                 capture_output=True,
