@@ -16,6 +16,8 @@ from runtime.errors import IncompatibleError
 NERDCTL_NAME = "nerdctl/name"
 CHECKPOINTED_LABEL = "ai.cedana.checkpointed"
 """On a container that ended with a checkpoint: the checkpoint's id and when (seconds since the epoch)."""
+ATTACHABLE_LABEL = "ai.cedana.attachable"
+"""In an artifact: the terminal was connected to FIFOs, for clients to attach to, not to a log."""
 RUNTIME = "io.containerd.cedana.v1"
 _RUNC_RUNTIMES = frozenset({RUNTIME, "io.containerd.runc.v2"})
 _RUNC_ROOT = Path("/run/containerd/runc")
@@ -91,11 +93,15 @@ def describe(client: Client, container: api.Container) -> Container:
         systemd_cgroup=options.systemd_cgroup,
         name=name,
         image=container.image,
-        labels=dict(container.labels),
+        labels={**container.labels, **({ATTACHABLE_LABEL: "true"} if _attachable(task) else {})},
         runtime=container.runtime.name,
     )
     bundle = _bundle(described)
     return replace(described, bundle=bundle, spec=load_spec(bundle))
+
+
+def _attachable(task: api.Process) -> bool:
+    return task.terminal and task.stdout.startswith("/")
 
 
 def runc_options(container: api.Container) -> RuncOptions:

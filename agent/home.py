@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ _DATA_ROOT = "/var/lib/nerdctl"
 _TOML = "/etc/nerdctl/nerdctl.toml"
 OUTPUT_LOG = "output.log"
 RESOLV_CONF = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,75}")
 _STOP_SIGNAL_LABEL = "io.containerd.image.config.stop-signal"
 _STOP_SIGNAL = re.compile(r"(SIG)?[A-Z0-9+-]{1,12}|\d{1,2}")
 _RESTART_POLICY = re.compile(r"no|always|unless-stopped|on-failure(:\d{1,6})?")
@@ -68,10 +69,10 @@ class Home:
         """The file the log ends up in."""
         return self.directory / (OUTPUT_LOG if self.data_store is None else f"{self.container_id}-json.log")
 
-    def write(self, hostname: str) -> None:
-        """Make everything; raises `AlreadyExistsError` if nerdctl gave the name to another container."""
+    def write(self, hostname: str, exists: Callable[[str], bool]) -> None:
+        """Make everything; raises `AlreadyExistsError` if nerdctl gave the name to another that `exists`."""
         if self.data_store is not None:
-            self._claim_name(self.data_store)
+            self._claim_name(self.data_store, exists)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         own_name = f"127.0.1.1\t{hostname}\n" if hostname else ""
@@ -148,11 +149,12 @@ class Home:
         networks: dict[str, object] = {"Networks": None, "ExtraHosts": {}, "Domainname": ""}
         return json.dumps({"ID": self.container_id, "Hostname": hostname, "Name": self.name, **networks})
 
-    def _claim_name(self, data_store: Path) -> None:
+    def _claim_name(self, data_store: Path, exists: Callable[[str], bool]) -> None:
         with _names(data_store, self.namespace) as directory:
             entry = directory / self.name
             owner = entry.read_text() if entry.exists() else ""
-            if owner not in ("", self.container_id):
+            taken = _ID.fullmatch(owner) and owner != self.container_id
+            if taken and exists(owner):  # `ctr containers rm` leaves nerdctl's entry behind
                 raise AlreadyExistsError(
                     f"nerdctl has a container named {self.name!r} already",
                     hint=f"remove it (nerdctl rm {self.name}), or give another name: --name",

@@ -24,15 +24,10 @@ from runtime.errors import IncompatibleError
 from runtime.node import arch
 
 _CONTENT_PLUGIN = "io.containerd.content.v1"
-_INDEX_TYPES = frozenset(
-    {
-        "application/vnd.oci.image.index.v1+json",
-        "application/vnd.docker.distribution.manifest.list.v2+json",
-    }
-)
 _READ_BYTES = 1 << 20
 _MAX_CONFIG_BYTES = 8 << 20
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}")
+_HERE = {"os": "linux", "architecture": arch()}
 _UNNAMED = "cedana.local/base"
 
 
@@ -143,32 +138,38 @@ def unpack(client: Client, image: Image, snapshotter: str) -> str:
 def platform_manifest(store: Store, digest: str) -> tuple[Descriptor, bytes]:
     """The manifest with this digest or, if it is an index, the one in it for this machine."""
     descriptor, body = store.manifest(digest)
-    if descriptor.media_type not in _INDEX_TYPES:
+    index = _json(body, "an image manifest")
+    if "manifests" not in index or "config" in index:  # an index need not say that it is one
         return descriptor, body
-    for entry in _json(body, "an image index").get("manifests") or []:
-        platform = entry.get("platform") if isinstance(entry, dict) else None
-        if isinstance(platform, dict) and (platform.get("os"), platform.get("architecture")) == (
-            "linux",
-            arch(),
-        ):
-            return store.manifest(Descriptor.from_json(entry).digest)
+    for entry in _array(index["manifests"]):
+        named = Descriptor.from_json(entry)
+        with suppress(NotFoundError):  # containerd keeps the manifests of this platform only
+            manifest, manifest_body = store.manifest(named.digest)
+            platform = entry.get("platform") or _config(store, manifest_body)[1]
+            if isinstance(platform, dict) and _HERE.items() <= platform.items():
+                return manifest, manifest_body
     raise IncompatibleError(f"the image {digest} has no manifest for linux/{arch()}")
 
 
 def read_image(store: Store, digest: str) -> Image:
     """Read an image's manifest and config; raises `ArtifactError` when they contradict each other."""
     descriptor, body = platform_manifest(store, digest)
-    manifest = _json(body, "an image manifest")
-    config = Descriptor.from_json(manifest.get("config"))
-    layers = tuple(Descriptor.from_json(layer) for layer in _array(manifest.get("layers")))
-    if config.size > _MAX_CONFIG_BYTES:
-        raise ArtifactError(f"the config of the image {descriptor.digest} is too large")
-    with store.open(config) as reader:
-        rootfs = _json(_read_all(reader), "an image config").get("rootfs")
+    layers = tuple(Descriptor.from_json(layer) for layer in _array(_json(body, "a manifest").get("layers")))
+    config, image_config = _config(store, body)
+    rootfs = image_config.get("rootfs")
     diff_ids = _array(rootfs.get("diff_ids") if isinstance(rootfs, dict) else None)
     if not all(isinstance(diff_id, str) for diff_id in diff_ids) or len(diff_ids) != len(layers):
         raise ArtifactError(f"the config of the image {descriptor.digest} does not match its manifest")
     return Image(descriptor, body, config, layers, tuple(diff_ids))
+
+
+def _config(store: Store, manifest: bytes) -> tuple[Descriptor, dict[str, Any]]:
+    """The config that a manifest names."""
+    descriptor = Descriptor.from_json(_json(manifest, "an image manifest").get("config"))
+    if descriptor.size > _MAX_CONFIG_BYTES:
+        raise ArtifactError(f"the config {descriptor.digest} of an image is too large")
+    with store.open(descriptor) as reader:
+        return descriptor, _json(_read_all(reader), "an image config")
 
 
 def _unpack_layer(
@@ -264,5 +265,5 @@ def _json(body: bytes, what: str) -> dict[str, Any]:
 
 def _array(value: object) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise ArtifactError("an image has no list of layers")
+        raise ArtifactError("an image's manifest or config lacks one of its lists")
     return value

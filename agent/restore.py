@@ -10,11 +10,14 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import any_pb2
@@ -22,7 +25,7 @@ from google.protobuf import any_pb2
 from agent import images, references
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
-from agent.containers import CHECKPOINTED_LABEL, NERDCTL_NAME, RUNTIME, check_name
+from agent.containers import ATTACHABLE_LABEL, CHECKPOINTED_LABEL, NERDCTL_NAME, RUNTIME, check_name
 from agent.errors import AlreadyExistsError, ContainerdError, FailedPreconditionError
 from agent.home import Home, home
 from agent.locks import exclusive
@@ -41,6 +44,8 @@ RESTORE_ANNOTATION = "ai.cedana.restore-from"
 TCP_ANNOTATION = "ai.cedana.tcp"
 BRIDGE_ANNOTATION = "ai.cedana.bridge"
 _SPEC_TYPE = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
+_FIFO_ROOT = Path("/run/containerd/fifo")
+"""Where containerd's clients make FIFOs, and whoever deletes the task removes them."""
 _MAX_ID = 76
 """containerd's limit on the length of a container's id."""
 _NERDCTL_ID = re.compile(r"[0-9a-f]{64}")
@@ -73,7 +78,7 @@ class Identity:
     container_id: str
     name: str
     predecessor: api.Container | None = None
-    """The very container that ended with this checkpoint, still recorded here: it is replaced."""
+    """The container in an earlier life, ended by a checkpoint and still recorded here: it is replaced."""
 
 
 def restore(reference_text: str, options: RestoreOptions, config: Config, trace: Trace) -> Restored:
@@ -108,7 +113,7 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
         image, parent = images.bring(client, artifact, store, snapshotter, trace)
 
         undo.callback(own.remove)
-        own.write(spec.get("hostname", ""))
+        own.write(spec.get("hostname", ""), lambda owner: bool(client.containers(f"id=={owner}")))
         with trace.step("container"):
             if identity.predecessor is not None:
                 _take_away(client, identity.predecessor, undo)
@@ -129,8 +134,13 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
             undo.callback(_quietly, client.delete_container, container_id)
         with _explained(identity.name):
             with trace.step("create"):
+                stdio = _stdio(artifact.record, spec, own, undo)
                 undo.callback(_end_task, client, container_id)
-                client.create_task(_task(container_id, mounts, own, spec))
+                client.create_task(
+                    api.CreateTaskRequest(
+                        container_id=container_id, rootfs=mounts, runtime_path=_shim(), **stdio
+                    )
+                )
             with trace.step("start"):
                 pid = client.start_task(container_id)
         undo.pop_all()
@@ -143,30 +153,32 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
 def choose_identity(client: Client, record: CheckpointRecord, wanted_name: str) -> Identity:
     """The name and id the container gets here; raises `AlreadyExistsError` if the name is taken.
 
-    The container that ended with this very checkpoint makes way, unless it has run since.
+    The container that a checkpoint ended here makes way, unless it has run since.
     """
     original = record.container
     name = check_name(wanted_name or original.name)
     for taken in client.containers(f"id=={name}", f'labels."{NERDCTL_NAME}"=={name}'):
-        if _ended_with(client, taken, record.id):
+        if _ended(client, taken, record):
             return Identity(taken.id, name, taken)
         raise AlreadyExistsError(
             f"there is a container {name!r} already in the namespace {client.namespace!r}",
             hint=f"remove it (nerdctl rm {name}), or give another name: --name",
             details=f"id {taken.id[:64]}",
         )
-    if NERDCTL_NAME not in original.labels:
+    if original.id == original.name:
         return Identity(name[:_MAX_ID], name)
     if _NERDCTL_ID.fullmatch(original.id) and not client.containers(f"id=={original.id}"):
         return Identity(original.id, name)
     return Identity(secrets.token_hex(32), name)
 
 
-def _ended_with(client: Client, container: api.Container, checkpoint_id: str) -> bool:
-    """Whether nothing became of `container` since the checkpoint that ended it."""
-    ended, _, when = container.labels.get(CHECKPOINTED_LABEL, "").partition(" ")
+def _ended(client: Client, container: api.Container, record: CheckpointRecord) -> bool:
+    """Whether `container` is this one in an earlier life, and nothing became of it since its checkpoint."""
+    checkpoint_id, _, when = container.labels.get(CHECKPOINTED_LABEL, "").partition(" ")
+    if not checkpoint_id or (checkpoint_id != record.id and container.id != record.container.id):
+        return False
     task = client.task(container.id)
-    if ended != checkpoint_id or (task is not None and task.status != api.STOPPED):
+    if task is not None and task.status != api.STOPPED:
         return False
     mounts = client.snapshot_mounts(container.snapshotter, container.snapshot_key)
     upper = rootfs.overlay_dirs([Mount(m.type, m.source, m.target, tuple(m.options)) for m in mounts]).upper
@@ -199,17 +211,18 @@ def _settle(client: Client, record: api.Container, spec: dict[str, Any], labels:
     client.update_container(changed, "spec", *(f"labels.{name}" for name in labels))
 
 
-def _task(
-    container_id: str, mounts: list[api.Mount], own: Home, spec: dict[str, Any]
-) -> api.CreateTaskRequest:
-    return api.CreateTaskRequest(
-        container_id=container_id,
-        rootfs=mounts,
-        stdout=own.log_uri,
-        stderr=own.log_uri,
-        terminal=spec["process"]["terminal"],
-        runtime_path=_shim(),
-    )
+def _stdio(record: CheckpointRecord, spec: dict[str, Any], own: Home, undo: ExitStack) -> dict[str, Any]:
+    """Where the task's streams go: to the log, or for a terminal one could attach to, to FIFOs again."""
+    terminal = spec["process"]["terminal"]
+    if not terminal or ATTACHABLE_LABEL not in record.container.labels:
+        return {"stdout": own.log_uri, "stderr": own.log_uri, "terminal": terminal}
+    _FIFO_ROOT.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = tempfile.mkdtemp(dir=_FIFO_ROOT)
+    undo.callback(shutil.rmtree, directory, ignore_errors=True)
+    paths = {name: os.path.join(directory, f"{own.container_id}-{name}") for name in ("stdin", "stdout")}
+    for path in paths.values():
+        os.mkfifo(path, 0o700)
+    return {**paths, "terminal": True}
 
 
 def _shim() -> str:

@@ -224,6 +224,31 @@ def test_image_of_several_platforms_is_read_for_this_one(
     assert images.locate(client, running) == (containerd.content_root, entry["digest"])
 
 
+def test_index_that_names_no_platform_is_read_by_the_images_config(
+    containerd: FakeContainerd, client: Client, running: api.Container
+) -> None:
+    target = containerd.space.images[artifacts.IMAGE_NAME].target
+    entries = [
+        {"mediaType": artifacts.MANIFEST, "digest": digest, "size": target.size}
+        for digest in (artifacts.digest(b"not here"), target.digest)
+    ]
+    index = json.dumps({"schemaVersion": 2, "manifests": entries}).encode()
+    digest = artifacts.digest(index)
+    (containerd.content_root / "blobs" / "sha256" / digest[7:]).write_bytes(index)
+    containerd.space.images[artifacts.IMAGE_NAME].target.digest = digest
+    assert images.base_image(client, running).manifest.digest == entries[1]["digest"]
+
+
+def test_terminal_one_can_attach_to_is_noted_in_the_checkpoint(
+    containerd: FakeContainerd, config: Config, running: api.Container, stub: Engine
+) -> None:
+    containerd.space.tasks["c1"].terminal = True
+    containerd.space.tasks["c1"].stdout = "/run/containerd/fifo/1/c1-stdout"
+    take(config)
+    assert stub.arguments[0].labels["ai.cedana.attachable"] == "true"
+    assert "ai.cedana.attachable" not in containerd.space.containers["c1"].labels
+
+
 def test_image_the_shim_asks_for_must_exist(
     containerd: FakeContainerd, client: Client, running: api.Container
 ) -> None:

@@ -28,7 +28,7 @@ def with_nerdctl(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def made(config: Config, container_id: str = ID, name: str = "web") -> Home:
     own = home(config, "default", container_id, name)
-    own.write("host-1")
+    own.write("host-1", lambda owner: True)
     return own
 
 
@@ -146,6 +146,14 @@ def test_name_of_another_container_is_refused(with_nerdctl: Config) -> None:
         made(with_nerdctl, "8" * 64)
 
 
+def test_name_of_a_container_that_is_gone_is_taken_over(with_nerdctl: Config) -> None:
+    made(with_nerdctl)
+    own = home(with_nerdctl, "default", "8" * 64, "web")
+    own.write("host-1", lambda owner: False)
+    assert own.data_store is not None
+    assert (own.data_store / "names" / "default" / "web").read_text() == "8" * 64
+
+
 def test_removing_takes_everything_away_again(with_nerdctl: Config, tmp_path: Path) -> None:
     made(with_nerdctl).remove()
     assert [path for path in (tmp_path / "nerdctl").rglob("*") if path.is_file()] == []
@@ -156,7 +164,7 @@ def test_removing_spares_the_log_of_an_earlier_life(with_nerdctl: Config) -> Non
     log = first.directory / f"{ID}-json.log"
     log.write_text("1\n2\n")
     second = home(with_nerdctl, "default", ID, "web")
-    second.write("host-1")
+    second.write("host-1", lambda owner: True)
     second.remove()
     assert log.read_text() == "1\n2\n"
 
@@ -173,6 +181,6 @@ def test_name_is_taken_under_nerdctls_lock(with_nerdctl: Config) -> None:
     with subprocess.Popen([sys.executable, "-c", script, str(names)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        own.write("host-1")
+        own.write("host-1", lambda owner: True)
         assert holder.wait() == 0
     assert (names / "web").read_text() == ID

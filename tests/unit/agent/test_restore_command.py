@@ -13,6 +13,7 @@ import pytest
 from fake_containerd import FakeContainerd
 from test_target_spec import ordinary
 
+from agent import restore as command
 from agent.api import containerd_pb2 as api
 from agent.containers import CHECKPOINTED_LABEL
 from agent.errors import AlreadyExistsError, NotAllowedError
@@ -208,6 +209,34 @@ def test_container_that_ended_with_the_checkpoint_makes_way(
     assert "old" not in containerd.space.snapshots
 
 
+def test_container_that_a_later_checkpoint_ended_makes_way_too(
+    containerd: FakeContainerd, config: Config, take: Take
+) -> None:
+    take()
+    _ended(containerd, config, time.time() + 5, checkpoint_id="later")
+    assert bring_back(config).container_id == "c1"
+    assert "old" not in containerd.space.snapshots
+
+
+def test_other_container_of_the_name_that_a_checkpoint_ended_stays(
+    containerd: FakeContainerd, config: Config, take: Take
+) -> None:
+    take()
+    _ended(containerd, config, time.time() + 5, checkpoint_id="other", container_id="c2")
+    with pytest.raises(AlreadyExistsError):
+        bring_back(config, name="c2")
+
+
+def test_stopped_task_of_the_predecessor_is_removed(
+    containerd: FakeContainerd, config: Config, take: Take
+) -> None:
+    take()
+    _ended(containerd, config, time.time() + 5)
+    containerd.space.tasks["c1"] = api.Process(id="c1", status=api.STOPPED)
+    assert bring_back(config).pid == 4242
+    assert containerd.space.tasks["c1"].status == api.RUNNING
+
+
 def test_container_that_has_run_since_the_checkpoint_does_not_make_way(
     containerd: FakeContainerd, config: Config, take: Take
 ) -> None:
@@ -352,14 +381,56 @@ def test_unknown_checkpoint_is_not_found(config: Config, take: Take) -> None:
         bring_back(config, "nobody")
 
 
-def test_terminal_is_passed_on(containerd: FakeContainerd, config: Config, take: Take) -> None:
+def terminal() -> dict[str, Any]:
     spec = ordinary()
     spec["process"]["terminal"] = True
-    take(spec)
+    return spec
+
+
+def test_terminal_with_a_log_goes_to_the_log_again(
+    containerd: FakeContainerd, config: Config, take: Take
+) -> None:
+    take(terminal())
+    requests: list[Any] = []
+    containerd.hooks["Tasks/Create"] = requests.append
+    done = bring_back(config)
+    assert requests[0].terminal
+    assert requests[0].stdout == done.log
+
+
+def test_terminal_one_could_attach_to_can_be_attached_to_again(
+    containerd: FakeContainerd, config: Config, take: Take, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_FIFO_ROOT", tmp_path / "fifo")
+    take(terminal(), labels={"ai.cedana.attachable": "true"})
     requests: list[Any] = []
     containerd.hooks["Tasks/Create"] = requests.append
     bring_back(config)
     assert requests[0].terminal
+    for path, name in ((requests[0].stdin, "stdin"), (requests[0].stdout, "stdout")):
+        assert Path(path).name == f"c1-{name}"
+        assert Path(path).is_fifo()
+        assert Path(path).parent.parent == tmp_path / "fifo"
+    assert requests[0].stderr == ""
+    assert not [name for name in record_of(containerd)[0].labels if name.startswith("ai.cedana.")]
+
+
+def test_fifos_of_a_failed_restore_are_removed(
+    containerd: FakeContainerd, config: Config, take: Take, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_FIFO_ROOT", tmp_path / "fifo")
+    take(terminal(), labels={"ai.cedana.attachable": "true"})
+    containerd.failures["Tasks/Start"] = (grpc.StatusCode.UNKNOWN, "no")
+    with pytest.raises(RestoreError):
+        bring_back(config)
+    assert list((tmp_path / "fifo").iterdir()) == []
+
+
+def test_container_of_ctr_keeps_name_and_id_over_any_number_of_moves(
+    containerd: FakeContainerd, config: Config, take: Take
+) -> None:
+    take(id="c1", name="c1", labels={"nerdctl/name": "c1", "nerdctl/namespace": "default"})
+    assert bring_back(config).container_id == "c1"
 
 
 def test_restart_policy_takes_effect_only_once_it_runs(
@@ -387,11 +458,17 @@ def _base(config: Config) -> Descriptor:
     return base
 
 
-def _ended(containerd: FakeContainerd, config: Config, when: float) -> None:
-    """The source container, as a destroying checkpoint left it at the time `when`."""
-    identity = Artifact.open(Layout(config.layout_dir), "c1").record.id
-    containerd.space.containers["c1"] = api.Container(
-        id="c1",
+def _ended(
+    containerd: FakeContainerd,
+    config: Config,
+    when: float,
+    checkpoint_id: str = "",
+    container_id: str = "c1",
+) -> None:
+    """A container as a destroying checkpoint left it at the time `when`; by default of this very one."""
+    identity = checkpoint_id or Artifact.open(Layout(config.layout_dir), "c1").record.id
+    containerd.space.containers[container_id] = api.Container(
+        id=container_id,
         snapshotter="overlayfs",
         snapshot_key="old",
         labels={CHECKPOINTED_LABEL: f"{identity} {when:.3f}"},
