@@ -27,7 +27,7 @@ _MAX_EXTENSION_BYTES = 4 << 20
 """A pax header: names of 4 KiB and extended attributes (64 KiB each; ext4 holds one block of them)."""
 _MAX_EXTENSIONS = 8
 """Headers before an entry: writers use two at most."""
-_MAX_SPARSE_MAP_BYTES = 16 << 20
+_MAX_SPARSE_MAP_BYTES = 4 << 20
 _MAX_TRAILER_BYTES = 1 << 20
 _MAX_PATH_BYTES = 4095
 _XATTR = "SCHILY.xattr."
@@ -44,6 +44,12 @@ class Kind(Enum):
     DIRECTORY = b"5"
     FIFO = b"6"
 
+
+_KINDS = {kind.value: kind for kind in Kind}
+_OCTAL = re.compile(rb"[0-7]*")
+_DECIMAL = re.compile(rb"[0-9]{1,19}")
+_TIME = re.compile(rb"(-?)([0-9]{1,11})(?:\.([0-9]{0,40}))?")
+_RECORD = re.compile(rb"([1-9][0-9]{0,7}) ")
 
 Segment = tuple[int, int]
 """(offset, length) of a stretch of data in a sparse file."""
@@ -265,14 +271,14 @@ class Reader:
         raise _malformed(f"more than {_MAX_EXTENSIONS} headers for one entry")
 
     def _described(self, block: bytes, kind: bytes, stored: int, records: Mapping[str, bytes]) -> Entry:
-        kind = b"0" if kind in (b"\0", b"7") else kind
-        if kind not in {known.value for known in Kind}:
+        known = _KINDS.get(b"0" if kind in (b"\0", b"7") else kind)
+        if known is None:
             raise _malformed(f"an entry of type {kind!r}")
         if "size" in records:
             stored = _integer(records["size"], "size")
-        if Kind(kind) is not Kind.REGULAR and Kind(kind) is not Kind.HARD_LINK and stored:
+        if stored and known not in (Kind.REGULAR, Kind.HARD_LINK):
             raise _malformed(f"an entry of type {kind!r} with {stored} bytes of data")
-        self._left = 0 if Kind(kind) is Kind.HARD_LINK else stored
+        self._left = 0 if known is Kind.HARD_LINK else stored
         self._pad = -self._left % BLOCK
         name = records.get("path") or _name(block)
         size_bytes, segments = self._left, None
@@ -294,7 +300,7 @@ class Reader:
             raise _malformed(f"the time of {name[:80]!r}")
         return Entry(
             path=_path(name),
-            kind=Kind(kind),
+            kind=known,
             mode=_number(block[100:108]) & 0o7777,
             uid=uid,
             gid=gid,
@@ -308,15 +314,16 @@ class Reader:
 
     def _read_sparse_map(self, size_bytes: int) -> list[Segment]:
         """The map before the data: a count and that many pairs, one number a line, in whole blocks."""
-        text = b""
-        wanted = 1
-        while text.count(b"\n") < wanted:
-            if self._left < BLOCK or len(text) > _MAX_SPARSE_MAP_BYTES:
+        blocks = [self._exactly(min(BLOCK, self._left))]
+        wanted = 1 + 2 * _integer(blocks[0].split(b"\n", 1)[0], "sparse map")
+        lines = blocks[0].count(b"\n")
+        while lines < wanted:
+            if len(blocks) * BLOCK >= min(self._left, _MAX_SPARSE_MAP_BYTES):
                 raise _malformed("a sparse map that does not end")
-            text += self._exactly(BLOCK)
-            self._left -= BLOCK
-            wanted = 1 + 2 * _integer(text.split(b"\n", 1)[0], "sparse map")
-        numbers = [_integer(line, "sparse map") for line in text.split(b"\n", wanted)[1:wanted]]
+            blocks.append(self._exactly(BLOCK))
+            lines += blocks[-1].count(b"\n")
+        self._left -= len(blocks) * BLOCK
+        numbers = [_integer(line, "sparse map") for line in b"".join(blocks).split(b"\n", wanted)[1:wanted]]
         segments = list(zip(numbers[::2], numbers[1::2], strict=True))
         end = 0
         for offset, length in segments:
@@ -382,19 +389,19 @@ def _number(text: bytes, *, signed: bool = False) -> int:
             raise _malformed("a negative number")
         return value
     digits = text.strip(b" \0")
-    if not re.fullmatch(rb"[0-7]*", digits):
+    if not _OCTAL.fullmatch(digits):
         raise _malformed(f"the number {text!r}")
     return int(digits or b"0", 8)
 
 
 def _integer(text: bytes, what: str) -> int:
-    if not re.fullmatch(rb"[0-9]{1,19}", text) or int(text) >= 1 << 63:
+    if not _DECIMAL.fullmatch(text) or int(text) >= 1 << 63:
         raise _malformed(f"the value {text[:40]!r} of {what}")
     return int(text)
 
 
 def _nanoseconds(text: bytes) -> int:
-    match = re.fullmatch(rb"(-?)([0-9]{1,11})(?:\.([0-9]{0,40}))?", text)
+    match = _TIME.fullmatch(text)
     if not match:
         raise _malformed(f"the time {text[:40]!r}")
     value = int(match[2]) * 10**9 + int((match[3] or b"")[:9].ljust(9, b"0"))
@@ -410,7 +417,7 @@ def _path(name: bytes) -> str:
 def _records(body: bytes) -> Iterator[tuple[str, bytes]]:
     offset = 0
     while offset < len(body):
-        match = re.compile(rb"([1-9][0-9]{0,7}) ").match(body, offset)
+        match = _RECORD.match(body, offset)
         end = offset + int(match[1]) if match else 0
         if not match or end > len(body) or end <= match.end() or body[end - 1 : end] != b"\n":
             raise _malformed("a broken pax header")
