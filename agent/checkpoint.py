@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from agent import containers, images, references
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
+from agent.errors import ContainerdError, ContainerdNotFoundError
 from agent.locks import exclusive
 from base.config import Config
-from base.errors import CedanaError
 from base.trace import Trace
 from oci import open_store
 from runtime import checkpoint as engine
@@ -57,7 +57,7 @@ def checkpoint(
         warnings: list[str] = []
         if not options.leave_running:
             with trace.step("remove task"):
-                warnings += _remove_task(client, record.id, result.id)
+                warnings = _remove_task(client, record.id, result.id)
     return Checkpointed(record.id, described.name, reference, result, tuple(warnings))
 
 
@@ -77,16 +77,23 @@ def _no_restart(client: Client, container: api.Container, keep: bool) -> Iterato
     except BaseException:
         client.update_labels(container.id, {RESTART_LABEL: status})
         raise
-    client.update_labels(container.id, _STOPPED)
+    with suppress(ContainerdNotFoundError):
+        client.update_labels(container.id, _STOPPED)
 
 
-def _remove_task(client: Client, container_id: str, checkpoint_id: str) -> Iterator[str]:
-    """Remove what is left of the ended container but its record; yields what could not be done."""
-    try:
+def _remove_task(client: Client, container_id: str, checkpoint_id: str) -> list[str]:
+    """Remove what is left of the ended container but its record; returns what could not be done.
+
+    Whoever started it in the foreground (`ctr run`) sees it end and removes the same things.
+    """
+    with suppress(ContainerdError):
         client.wait_task(container_id, _EXIT_TIMEOUT_S)
+    with suppress(ContainerdNotFoundError):
+        ended = f"{checkpoint_id} {time.time():.3f}"
+        client.update_labels(container_id, {containers.CHECKPOINTED_LABEL: ended})
+    try:
         client.delete_task(container_id)
-        client.update_labels(
-            container_id, {containers.CHECKPOINTED_LABEL: f"{checkpoint_id} {time.time():.3f}"}
-        )
-    except CedanaError as error:
-        yield f"the container has ended, but its task could not be removed: {error.details or error.message}"
+    except ContainerdError as error:
+        if client.task(container_id) is not None:
+            return [f"the container has ended, but its task is still there: {error.details or error.message}"]
+    return []

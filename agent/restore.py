@@ -71,6 +71,7 @@ class Restored:
     reference: references.AnyReference
     """By digest."""
     log: str
+    """'' for a terminal to attach to."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
         _settle(client, record, spec, own.restart_labels(artifact.record.container.labels))
         if identity.predecessor is not None:
             _quietly(client.remove_snapshot, snapshotter, identity.predecessor.snapshot_key)
-    return Restored(container_id, identity.name, pid, pinned, own.log_uri)
+    log = own.log_uri if stdio["stdout"] == own.log_uri else ""
+    return Restored(container_id, identity.name, pid, pinned, log)
 
 
 def choose_identity(client: Client, record: CheckpointRecord, wanted_name: str) -> Identity:

@@ -61,7 +61,7 @@ def restored(done: Restored, steps: Sequence[Step], trace: bool) -> str:
             [
                 ("id", done.container_id),
                 ("checkpoint", str(done.reference)),
-                ("log", done.log),
+                ("log", done.log or f"none: a terminal (nerdctl attach {done.name})"),
                 ("fetched", duration(_spent(steps, "open", "images", "memory", "image", "unpack"))),
                 ("restored", f"{duration(_spent(steps, 'create', 'start'))} of {duration(_total(steps))}"),
             ]

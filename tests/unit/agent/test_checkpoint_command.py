@@ -156,6 +156,25 @@ def test_task_that_cannot_be_removed_is_a_warning(
     assert "device busy" in warning
 
 
+def test_task_that_someone_else_removes_first_is_no_warning(
+    containerd: FakeContainerd, config: Config, running: api.Container, stub: Engine
+) -> None:
+    stub.look = containerd.space.tasks.clear
+    assert take(config).warnings == ()
+    assert CHECKPOINTED_LABEL in containerd.space.containers["c1"].labels
+
+
+def test_container_that_is_removed_when_it_ends_is_no_error(
+    containerd: FakeContainerd, config: Config, running: api.Container, stub: Engine
+) -> None:
+    def removed() -> None:
+        containerd.space.tasks.clear()
+        containerd.space.containers.clear()
+
+    stub.look = removed
+    assert take(config).warnings == ()
+
+
 def test_base_image_is_found_by_its_snapshot_when_the_name_moved_on(
     containerd: FakeContainerd, client: Client, running: api.Container, tmp_path: Path
 ) -> None:
