@@ -135,6 +135,7 @@ def test_full_disk_at_a_restore(bed: Bed, good: Path) -> None:
         ("unix", ("/outside/server.sock", "try:")),
         ("traced", ("traced", "try:")),
         ("packets", ("pipe", "try:")),
+        ("semaphore", ("eventfd", "try:")),
         ("detached", ("CRIU could not dump", "Can't lookup mount", "try:", "log:")),
     ],
 )

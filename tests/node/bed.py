@@ -440,13 +440,6 @@ def bed(cgroup_version: int = 0) -> Iterator[Bed]:
         yield made
 
 
-def can_dump_other_users() -> bool:
-    """Whether CRIU can look at processes of another user here: it needs CAP_SYS_RESOURCE (24) for prlimit."""
-    status = Path("/proc/self/status").read_text()
-    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(effective, 16) >> 24 & 1)
-
-
 def environment() -> dict[str, str]:
     """What programs inside a machine get: nothing of the test process leaks in."""
     path = [

@@ -74,14 +74,14 @@ class Containerd:
         assert self._process is not None
         return self._process.pid
 
-    def ctr(self, *arguments: str, input: str = "", hold_stdin_s: float = 0) -> Done:
-        return self._run([str(self._binaries / "ctr"), "--address", str(self.socket), *arguments], input,
-                         hold_stdin_s)  # fmt: skip
+    def ctr(self, *arguments: str, input: str = "") -> Done:
+        argv = [str(self._binaries / "ctr"), "--address", str(self.socket)]
+        return self._run([*argv, *arguments], input)
 
     def nerdctl(self, *arguments: str, input: str = "") -> Done:
         argv = [str(TOOLS / "nerdctl"), "--address", str(self.socket), "--namespace", "default",
                 "--data-root", str(self.base / "nerdctl"), "--cgroup-manager", "cgroupfs"]  # fmt: skip
-        return self._run([*argv, *arguments], input, 0)
+        return self._run([*argv, *arguments], input)
 
     def terminal(self, *arguments: str) -> Terminal:
         argv = [str(self._binaries / "ctr"), "--address", str(self.socket), *arguments]
@@ -89,7 +89,7 @@ class Containerd:
 
     def events(self) -> Events:
         argv = [str(self._binaries / "ctr"), "--address", str(self.socket), "events"]
-        return Events(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=self._environment()))
+        return Events(argv, self._environment(), self.base / "events")
 
     def shims(self) -> list[int]:
         """The shims this containerd has started, whatever they are written in."""
@@ -99,9 +99,8 @@ class Containerd:
                 command = (directory / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if str(self.socket).encode() in command and any(
-                b"containerd-shim-" in word for word in command[:2]
-            ):
+            is_shim = any(b"containerd-shim-" in word for word in command[:3])
+            if is_shim and str(self.socket).encode() in command:
                 found.append(int(directory.name))
         return found
 
@@ -122,18 +121,12 @@ class Containerd:
     def wait_for(self, name: str, status: str) -> None:
         wait_until(lambda: self.task(name)[1] == status, f"{name} is {status or 'gone'}")
 
-    def _run(self, argv: Sequence[str], input: str, hold_stdin_s: float) -> Done:
+    def _run(self, argv: Sequence[str], input: str) -> Done:
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=self._environment(), start_new_session=True,
         )  # fmt: skip
         try:
-            if hold_stdin_s:
-                assert process.stdin is not None
-                process.stdin.write(input)
-                process.stdin.flush()
-                time.sleep(hold_stdin_s)
-                input = ""
             out, err = process.communicate(input, timeout=90)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
@@ -157,17 +150,22 @@ class Containerd:
 class Events:
     """`ctr events`, from now on."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, argv: Sequence[str], env: dict[str, str], output: Path) -> None:
+        self._output = output
+        with open(output, "w") as file:
+            self._process = subprocess.Popen(argv, stdout=file, env=env)
         time.sleep(0.5)  # ctr says nothing when it has subscribed
 
-    def stop(self) -> list[str]:
-        """The task events so far, as `topic {fields}` without what differs from run to run."""
-        time.sleep(0.5)
-        self._process.terminate()
-        out, _ = self._process.communicate(timeout=10)
-        lines = [line.split(" ", 4)[4] for line in out.splitlines() if " /tasks/" in line]
-        return [normal(re.sub(r'"rootfs":\[[^]]*\],?', "", line.split(" ", 1)[-1])) for line in lines]
+    def until(self, topic: str) -> list[str]:
+        """The task events up to the first of `topic`, without what differs from run to run."""
+        try:
+            wait_until(lambda: f" {topic} " in self._output.read_text(), f"the event {topic}")
+        finally:
+            self._process.terminate()
+            self._process.wait(timeout=10)
+        lines = [line for line in self._output.read_text().splitlines() if " /tasks/" in line]
+        found = [line[line.index("/tasks/") :] for line in lines]
+        return [normal(re.sub(r'"rootfs":\[.*?\],?(?=")', "", line)) for line in found]
 
 
 def normal(text: str) -> str:

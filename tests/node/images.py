@@ -3,8 +3,8 @@ program's own, one of files of ours. No daemon and no root file system is needed
 
     python -m tests.node.images [NAME…]      build (all by default) and print where the archives are
 
-Packages come through the machine's own apt, for the release it runs. Everything is kept under
-.cache/images, keyed by what it is made of.
+Packages come through packaging/node/install, of the same Debian release on every machine. Everything is
+kept under .cache/images, keyed by what it is made of.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "images"
 WORKLOADS = Path(__file__).with_name("workloads")
-FORMAT = 1
+FORMAT = 2
 """Raised when the way layers are made changes."""
 
 _BASE_PACKAGES = ("dash", "coreutils", "libc-bin", "sed", "grep", "mawk", "bash")
 _UNWANTED = ("libllvm*", "libz3*", "perl*", "libperl*", "debconf*", "ucf", "sensible-utils", "dpkg",
              "tar", "openssl", "ssl-cert", "adduser", "passwd", "lsb-*", "sysvinit-utils", "systemd*",
              "init-system-helpers", "iproute2", "logrotate", "cron*", "media-types", "netbase", "tzdata",
-             "util-linux*", "login*")  # fmt: skip
+             "util-linux*", "login*", "locales", "procps")  # fmt: skip
 """Packages that programs depend on only for maintainer scripts, or for what no workload uses."""
 _UNWANTED_PATHS = ("usr/share/doc/", "usr/share/man/", "usr/share/locale/", "usr/share/info/",
                    "usr/share/lintian/", "usr/share/doc-base/")  # fmt: skip
@@ -55,18 +55,13 @@ class Recipe:
 _POSTGRES_START = b"""#!/bin/sh
 set -e
 PATH=$(echo /usr/lib/postgresql/*/bin):$PATH
-as_user=
-if [ "$(id -u)" = 0 ]; then  # PostgreSQL refuses to run as root: let the server believe it is user 102
-    as_user="chroot --userspec=102:102 /"
-    for id in RUID EUID SUID RGID EGID SGID; do ids="$ids UID_WRAPPER_INITIAL_$id=102"; done
-    believe="env LD_PRELOAD=libuid_wrapper.so UID_WRAPPER=1 $ids"
-fi
-$as_user initdb --no-sync --auth=trust --username=postgres --locale=C >/dev/null
+initdb --no-sync --auth=trust --username=postgres --locale=C >/dev/null
 echo "host all all all trust" >>"$PGDATA/pg_hba.conf"
-exec $believe postgres -c listen_addresses='*' -c unix_socket_directories=/tmp
+exec postgres -c listen_addresses='*' -c unix_socket_directories=/tmp
 """
 
 _NGINX_CONFIG = b"""daemon off;
+user www-data;
 worker_processes 2;
 error_log /dev/stderr notice;
 pid /run/nginx.pid;
@@ -94,7 +89,7 @@ RECIPES: Mapping[str, Recipe] = {
         {"var/lib/redis": 101},
     ),
     "postgres": Recipe(
-        ("postgresql", "libuid-wrapper"),
+        ("postgresql",),
         ("/usr/local/bin/start-postgres",),
         {"var/lib/postgresql": 102, "var/lib/postgresql/data": 102, "run/postgresql": 102},
         {"usr/local/bin/start-postgres": _POSTGRES_START},
@@ -126,12 +121,12 @@ def cni_plugins() -> Path:
     installed = Path("/usr/lib/cni")
     if (installed / "bridge").exists():
         return installed
-    directory = CACHE / f"cni-{_platform()}"
+    directory = CACHE / f"cni-{platform.machine()}"
     if not directory.exists():
         with tempfile.TemporaryDirectory(dir=_cache()) as scratch:
             root = Path(scratch) / "root"
-            for package in _download(["containernetworking-plugins"], Path(scratch)):
-                subprocess.run(["dpkg-deb", "--extract", package, root], check=True)
+            package = _download(["containernetworking-plugins"])["containernetworking-plugins"]
+            subprocess.run(["dpkg-deb", "--extract", package, root], check=True)
             _rename(root, directory)
     return directory / "usr" / "lib" / "cni"
 
@@ -148,7 +143,7 @@ def _base_layer() -> Path:
             layer.file("etc/passwd", "".join(f"{n}:x:{i}:{i}::{h}:/bin/sh\n" for n, i, h in _USERS).encode())
             layer.file("etc/group", "".join(f"{n}:x:{i}:\n" for n, i, _ in _USERS).encode())
             layer.file("etc/nsswitch.conf", b"passwd: files\ngroup: files\nhosts: files dns\n")
-            layer.packages(_closure(_BASE_PACKAGES))
+            layer.packages(_download(_BASE_PACKAGES).values())
 
     return _cached(f"layer-{_key('base', _BASE_PACKAGES)}.tar", write)
 
@@ -156,7 +151,8 @@ def _base_layer() -> Path:
 def _package_layer(packages: tuple[str, ...], without: tuple[str, ...]) -> Path:
     def write(out: IO[bytes]) -> None:
         with _Layer(out) as layer:
-            layer.packages(sorted(set(_closure(packages)) - set(_closure(without))))
+            there = _download(without)
+            layer.packages(path for name, path in _download(packages).items() if name not in there)
 
     return _cached(f"layer-{_key(*packages)}.tar", write)
 
@@ -211,10 +207,9 @@ class _Layer:
         entry.size = len(body)
         self._add(entry, io.BytesIO(body))
 
-    def packages(self, names: Iterable[str]) -> None:
-        with tempfile.TemporaryDirectory(dir=_cache()) as scratch:
-            for package in sorted(_download(names, Path(scratch))):
-                self._package(package)
+    def packages(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._package(path)
 
     def _package(self, path: Path) -> None:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", path], stdout=subprocess.PIPE) as dpkg:
@@ -251,41 +246,22 @@ def _merged(path: str) -> str:
     return "" if path == "." else path
 
 
-def _closure(packages: Iterable[str]) -> list[str]:
-    """`packages` and all they depend on, as `name=version`, without what workloads never use."""
-    names = sorted(packages)
-    argv = [*_apt(), "--simulate", "--no-install-recommends", "install", *names]
-    simulated = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if simulated.returncode != 0:
-        subprocess.run(["apt-get", "-qq", "update"], check=False)
-        simulated = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if simulated.returncode != 0:
-        raise RuntimeError(
-            f"apt cannot find {', '.join(names)} (does `apt-get update` work?): {simulated.stderr.strip()}"
-        )
-    found = []
-    for line in simulated.stdout.splitlines():
-        if line.startswith("Inst "):
-            _, name, version = line.split(" ", 3)[:3]
-            if name in names or not any(fnmatch(name, pattern) for pattern in _UNWANTED):
-                found.append(f"{name}={version.lstrip('(')}")
-    return found
-
-
-def _download(packages: Iterable[str], directory: Path) -> list[Path]:
-    names = sorted(packages)
+def _download(names: Iterable[str]) -> dict[str, Path]:
+    """`names` and all they depend on, without what workloads never use: package -> its .deb."""
+    wanted = sorted(names)
+    directory = CACHE / f"packages-{_key(*wanted)}"
+    installer = ROOT / "packaging" / "node" / "install"
     done = subprocess.run(
-        [*_apt(), "download", *names], cwd=directory, capture_output=True, text=True, check=False
+        [installer, "--packages", directory, *wanted], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        raise RuntimeError(f"apt cannot download {', '.join(names)}: {done.stderr.strip()}")
-    return list(directory.glob("*.deb"))
-
-
-def _apt() -> list[str]:
-    """apt-get as on a machine with nothing installed, so that a closure is whole."""
-    return ["apt-get", "-qq", "-o", "Dir::State::status=/dev/null", "-o", "APT::Sandbox::User=root",
-            "-o", "Debug::NoLocking=1"]  # fmt: skip
+        raise RuntimeError(f"cannot download {', '.join(wanted)}: {done.stderr.strip()}")
+    debs = {path.name.split("_")[0]: path for path in sorted(directory.glob("*.deb"))}
+    return {
+        name: path
+        for name, path in debs.items()
+        if name in wanted or not any(fnmatch(name, pattern) for pattern in _UNWANTED)
+    }
 
 
 def _image_config(recipe: Recipe, diff_ids: list[str]) -> dict[str, Any]:
@@ -389,12 +365,7 @@ def _cache() -> Path:
 
 
 def _key(*parts: object) -> str:
-    return hashlib.sha256(repr((FORMAT, _platform(), *parts)).encode()).hexdigest()[:16]
-
-
-def _platform() -> str:
-    release = platform.freedesktop_os_release()
-    return f"{release['ID']}{release.get('VERSION_ID', '')}-{platform.machine()}"
+    return hashlib.sha256(repr((FORMAT, platform.machine(), *parts)).encode()).hexdigest()[:16]
 
 
 def _all() -> Iterator[Path]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.node.bed import Bed, Node, can_dump_other_users, wait_until
+from tests.node.bed import Bed, Node, wait_until
 from tests.node.clients import HttpClient, PostgresClient, RedisClient
 
 PROGRAMS = (
@@ -73,7 +73,7 @@ def test_redis_client_stays_connected_and_loses_no_key(bed: Bed, name: str) -> N
 
 
 def test_postgresql_commits_a_transaction_begun_before_the_move(bed: Bed, name: str) -> None:
-    bed.node_a.run_container(bed.image("postgres"), name, options=user("102:102"))
+    bed.node_a.run_container(bed.image("postgres"), name, options=["--user", "102:102"])
     address = bed.node_a.container_address(name)
     session = PostgresClient(bed.hub, address)
     idle = PostgresClient(bed.hub, address)
@@ -102,9 +102,7 @@ def test_postgresql_commits_a_transaction_begun_before_the_move(bed: Bed, name: 
 
 
 def test_nginx_finishes_a_download_on_the_same_connection(bed: Bed, name: str) -> None:
-    workers = "www-data" if can_dump_other_users() else "root"
-    nginx = ("nginx", "-c", "/etc/nginx/bed.conf", "-g", f"user {workers};")
-    bed.node_a.run_container(bed.image("nginx"), name, *nginx)
+    bed.node_a.run_container(bed.image("nginx"), name)
     bed.node_a.exec(name, "dd", "if=/dev/urandom", "of=/srv/file", "bs=1M", "count=12")
     digest = bed.node_a.exec(name, "sha256sum", "/srv/file").split()[0]
     client = HttpClient(bed.hub, bed.node_a.container_address(name))
@@ -263,11 +261,6 @@ def verify_workload(node: Node, name: str) -> None:
     node.exec(name, "touch", "/verify")
     wait_until(lambda: node.read(name, "/result"), "the program looked at its state")
     assert node.read(name, "/result") == "ok"
-
-
-def user(identity: str) -> list[str]:
-    """Options that run a container as `identity`, where CRIU can dump such a process."""
-    return ["--user", identity] if can_dump_other_users() else []
 
 
 def container_id(node: Node, name: str) -> str:

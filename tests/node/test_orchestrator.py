@@ -18,9 +18,12 @@ from tests.node.test_move import (
 RESTORE_FROM = "ai.cedana.restore-from"
 
 
+PROGRAM = ("/usr/bin/python3", "/workloads/threads.py")
+
+
 @pytest.fixture
 def checkpoint(bed: Bed, name: str) -> str:
-    """A checkpoint in the registry of a Python program with threads, which ran on node A as `name`."""
+    """A checkpoint in the registry of a Python program with threads, which ctr ran on node A as `name`."""
     reference = bed.reference("threads")
     start_workload(bed, name, "threads")
     bed.node_a.cedana("checkpoint", name, "--to", reference)
@@ -28,30 +31,43 @@ def checkpoint(bed: Bed, name: str) -> str:
     return reference
 
 
+@pytest.fixture
+def nerdctl_checkpoint(bed: Bed, name: str) -> str:
+    """The same, of a container of nerdctl's: it has other mounts, hooks and a seccomp profile."""
+    node, reference = bed.node_a, bed.reference("threads")
+    node.nerdctl("run", "--detach", "--pull", "never", "--name", name, "--net", "bed", "--runtime", RUNTIME,
+                 bed.image("python"), *PROGRAM)  # fmt: skip
+    wait_until(lambda: node.read(container_id(node, name), "/ticks"), "the program is ready")
+    node.cedana("checkpoint", name, "--to", reference)
+    node.nerdctl("rm", "--force", name)
+    return reference
+
+
 def test_ctr_run_restores_from_the_annotation(bed: Bed, name: str, checkpoint: str) -> None:
     image = pull(bed.node_b, bed.image("python"))
-    bed.node_b.run_container(image, name, "/usr/bin/python3", "/workloads/threads.py",
+    bed.node_b.run_container(image, name, *PROGRAM, network=False,
                              options=["--annotation", f"{RESTORE_FROM}={checkpoint}"])  # fmt: skip
     assert int(bed.node_b.read(name, "/ticks")) > 1
     verify_workload(bed.node_b, name)
 
 
-def test_nerdctl_run_restores_from_the_annotation(bed: Bed, name: str, checkpoint: str) -> None:
+def test_nerdctl_run_restores_from_the_annotation(bed: Bed, name: str, nerdctl_checkpoint: str) -> None:
     image = pull(bed.node_b, bed.image("python"))
     bed.node_b.nerdctl(
         "run", "--detach", "--name", name, "--net", "bed", "--runtime", RUNTIME,
-        "--annotation", f"{RESTORE_FROM}={checkpoint}", image, "/usr/bin/python3", "/workloads/threads.py",
+        "--annotation", f"{RESTORE_FROM}={nerdctl_checkpoint}", image, *PROGRAM,
     )  # fmt: skip
     verify_nerdctl(bed.node_b, name)
 
 
 def test_artifact_is_an_image_that_ctr_pulls_and_runs(bed: Bed, name: str, checkpoint: str) -> None:
-    bed.node_b.run_container(pull(bed.node_b, checkpoint), name)
+    bed.node_b.run_container(pull(bed.node_b, checkpoint), name, network=False)
     verify_workload(bed.node_b, name)
 
 
-def test_artifact_is_an_image_that_nerdctl_runs(bed: Bed, name: str, checkpoint: str) -> None:
-    bed.node_b.nerdctl("run", "--detach", "--name", name, "--net", "bed", "--runtime", RUNTIME, checkpoint)
+def test_artifact_is_an_image_that_nerdctl_runs(bed: Bed, name: str, nerdctl_checkpoint: str) -> None:
+    bed.node_b.nerdctl("run", "--detach", "--quiet", "--name", name, "--net", "bed", "--runtime", RUNTIME,
+                       nerdctl_checkpoint)  # fmt: skip
     verify_nerdctl(bed.node_b, name)
 
 
@@ -83,6 +99,8 @@ def test_nerdctl_checkpoint_create_list_start_and_remove(bed: Bed, name: str) ->
 
     node.nerdctl("checkpoint", "create", name, "first")
     assert "first" in node.nerdctl("checkpoint", "ls", name)
+    # nerdctl asks other runtimes than runc's own to leave the container running, whatever its user says.
+    node.nerdctl("kill", name)
     wait_until(lambda: node.task_status(identity) in ("", "STOPPED"), "the container stopped")
     node.nerdctl("start", "--checkpoint", "first", name)
     assert wait_for_count(node, identity, 21) >= 20

@@ -43,8 +43,10 @@ def _said(done: Done) -> tuple[int, str, str]:
     return done.status, normal(done.out), normal(done.err)
 
 
-def _run(daemon: Containerd, runtime: str, *argv: str, options: tuple[str, ...] = ()) -> Done:
-    return daemon.ctr("run", "--rm", "--runtime", runtime, *options, IMAGE, "c1", *argv)
+def _run(
+    daemon: Containerd, runtime: str, *argv: str, options: tuple[str, ...] = (), input: str = ""
+) -> Done:
+    return daemon.ctr("run", "--rm", "--runtime", runtime, *options, IMAGE, "c1", *argv, input=input)
 
 
 def _start(daemon: Containerd, runtime: str, *argv: str, options: tuple[str, ...] = ()) -> None:
@@ -55,7 +57,7 @@ def _start(daemon: Containerd, runtime: str, *argv: str, options: tuple[str, ...
 
 def _exec(daemon: Containerd, *argv: str, options: tuple[str, ...] = (), input: str = "") -> Done:
     words = ("tasks", "exec", "--exec-id", f"e{os.urandom(3).hex()}", *options, "c1", *argv)
-    return daemon.ctr(*words, input=input, hold_stdin_s=0.6 if input else 0)
+    return daemon.ctr(*words, input=input)
 
 
 def _life(daemon: Containerd, runtime: str) -> Transcript:
@@ -67,7 +69,7 @@ def _life(daemon: Containerd, runtime: str) -> Transcript:
         _said(_run(daemon, runtime, "/nope")),
         _said(_run(daemon, runtime, "sh", "-c", "hostname; id -u; pwd; ls /proc/self/fd | wc -l")),
         len(_run(daemon, runtime, "sh", "-c", "head -c 3000000 /dev/zero").out),
-        _said(daemon.ctr("run", "--rm", "--runtime", runtime, IMAGE, "c1", "cat", input="in\n", hold_stdin_s=0.6)),
+        _said(_run(daemon, runtime, "sh", "-c", "read line; echo got $line", input="in\n")),
         _said(_run(daemon, runtime, "sh", "-c", "exit 3", options=("--net-host", "--env", "A=b"))),
         _said(_run(daemon, runtime, "sh", "-c", "touch /x", options=("--read-only",))),
         _said(_run(daemon, runtime, "sh", "-c", "echo null", options=("--null-io",))),
@@ -79,7 +81,7 @@ def _execs(daemon: Containerd, runtime: str) -> Transcript:
     _start(daemon, runtime)
     said = [
         _said(_exec(daemon, "sh", "-c", "echo out; echo err >&2; exit 7")),
-        _said(_exec(daemon, "cat", input="piped\n")),
+        _said(_exec(daemon, "sh", "-c", "read line; echo got $line", input="piped\n")),
         re.sub("e[0-9a-f]{6}", "EXEC", str(_said(_exec(daemon, "/nope")))),
         _said(_exec(daemon, "pwd", options=("--cwd", "/tmp"))),
         len(_exec(daemon, "sh", "-c", "head -c 3000000 /dev/zero").out),
@@ -106,7 +108,7 @@ def _states(daemon: Containerd, runtime: str) -> Transcript:
     said.append(_said(_exec(daemon, "true")))
     note("tasks", "resume", "c1")
     note("tasks", "kill", "--exec-id", "nope", "c1")
-    note("tasks", "kill", "--signal", "TERM", "c1")
+    said.append(_said(daemon.ctr("tasks", "kill", "--signal", "TERM", "c1")))
     daemon.wait_for("c1", "STOPPED")
     note("tasks", "kill", "c1")
     note("tasks", "pause", "c1")
@@ -127,17 +129,11 @@ def _looks(daemon: Containerd, runtime: str) -> Transcript:
     return [
         processes.status,
         processes.out.splitlines()[0],
-        _fields(metrics),
+        sorted(metrics),
+        sorted(key for key, value in metrics["memory"].items() if isinstance(value, dict)),
         [line.split()[0] for line in table.splitlines() if line.split()],
         [line.split()[1] for line in table.splitlines() if line.startswith("memory.limit")],
     ]
-
-
-def _fields(value: object, prefix: str = "") -> list[str]:
-    """The paths of all fields of a JSON value."""
-    if isinstance(value, dict):
-        return [path for key in sorted(value) for path in _fields(value[key], f"{prefix}.{key}")]
-    return [prefix]
 
 
 def _published(daemon: Containerd, runtime: str) -> Transcript:
@@ -150,7 +146,7 @@ def _published(daemon: Containerd, runtime: str) -> Transcript:
     daemon.ctr("tasks", "kill", "--signal", "KILL", "c1")
     daemon.wait_for("c1", "STOPPED")
     daemon.ctr("tasks", "rm", "c1")
-    return list(events.stop())
+    return list(events.until("/tasks/delete"))
 
 
 def _nerdctl(daemon: Containerd, runtime: str) -> Transcript:
@@ -195,13 +191,9 @@ def _nerdctl(daemon: Containerd, runtime: str) -> Transcript:
 def test_clients_see_what_they_see_with_containerds_own_shim(
     daemon: Containerd, name: str, scenario: Scenario
 ) -> None:
-    if scenario is _nerdctl and daemon.line == "1.7":
-        daemon.nerdctl("version")
-    transcripts = []
-    for runtime in (STOCK, OURS):
-        transcripts.append(scenario(daemon, runtime))
-        daemon.remove(name)
-    stock, ours = transcripts
+    stock = scenario(daemon, STOCK)
+    daemon.remove(name)
+    ours = scenario(daemon, OURS)
     assert ours == stock
 
 
@@ -223,7 +215,8 @@ def test_a_terminal_exec_outlives_a_detached_client(daemon: Containerd, name: st
     with daemon.terminal(*argv) as screen:
         screen.expect("ready")
         screen.type("abc\n")
-        screen.expect("abc\r\n.*abc")
+        screen.expect("abc")
+        screen.expect("abc")
         screen.type("\x04")
         screen.expect("bye")
         assert screen.process.wait(10) == 0
@@ -243,7 +236,7 @@ def test_a_container_outlives_a_restart_of_containerd(daemon: Containerd, name: 
     events = daemon.events()
     daemon.ctr("tasks", "kill", "--signal", "KILL", name)
     daemon.wait_for(name, "STOPPED")
-    assert any("/tasks/exit" in line or "exit_status" in line for line in events.stop())
+    assert events.until("/tasks/exit")
 
 
 def test_a_shim_that_is_killed_leaves_nothing(daemon: Containerd, name: str) -> None:
@@ -256,9 +249,8 @@ def test_a_shim_that_is_killed_leaves_nothing(daemon: Containerd, name: str) -> 
     wait_until(
         lambda: not list(daemon.state.glob(f"io.containerd.runtime.v2.task/default/{name}")), "its bundle"
     )
-    told = "\n".join(events.stop())
-    assert '"exit_status":137' in told or '"exit_status":N' in told
-    assert f"/{name}/rootfs" not in Path("/proc/self/mountinfo").read_text()
+    assert [line.split()[0] for line in events.until("/tasks/delete")] == ["/tasks/exit", "/tasks/delete"]
+    assert str(bundle) not in Path("/proc/self/mountinfo").read_text()
     assert not Path(f"/run/containerd/runc/default/{name}").exists()
 
 
@@ -291,8 +283,8 @@ def test_containers_of_one_group_share_a_shim(daemon: Containerd) -> None:
     names = ("g1", "g2", "g3")
     try:
         for each in names:
-            done = daemon.ctr("run", "-d", "--runtime", OURS, "--annotation", "io.containerd.runc.v2.group=pod",
-                              IMAGE, each, *LOOP)  # fmt: skip
+            group = ("--annotation", "io.containerd.runc.v2.group=pod")
+            done = daemon.ctr("run", "--detach", "--runtime", OURS, *group, IMAGE, each, *LOOP)
             assert done.status == 0, done.err
         assert len(daemon.shims()) == 1
         daemon.ctr("tasks", "kill", "--signal", "KILL", "g1")

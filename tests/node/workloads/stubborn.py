@@ -1,4 +1,4 @@
-"""Holds what cannot be checkpointed: `stubborn.py io_uring|vsock|unix|traced|packets|detached`, and counts."""
+"""Holds what cannot be checkpointed: `stubborn.py io_uring|vsock|unix|traced|packets|semaphore|detached`, and counts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def prepare() -> Callable[[], None]:
         "unix": unix,
         "traced": traced,
         "packets": packets,
+        "semaphore": lambda: os.eventfd(3, os.EFD_SEMAPHORE),
         "detached": detached,
     }[sys.argv[1]]()
     return lambda: workload.expect(held is None, False, "what is held")
