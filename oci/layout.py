@@ -33,6 +33,7 @@ from oci.store import BlobReader, Buffer, Descriptor, Store
 
 _REF_NAME = "org.opencontainers.image.ref.name"
 _LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
+_OURS = frozenset({"oci-layout", "index.json", "blobs", ".cedana"})
 _PIECE = 1 << 20
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_DEPTH = 8
@@ -184,11 +185,11 @@ class Layout:
 
     def _make(self) -> None:
         """Make the directories and files of an empty layout, where there are none."""
-        if self._private.exists():
+        if self._private.exists() and (self.directory / "oci-layout").exists():
             return
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if any(self.directory.iterdir()) and not (self.directory / "oci-layout").exists():
+            if not (self.directory / "oci-layout").exists() and {*os.listdir(self.directory)} - _OURS:
                 raise StoreError(
                     f"{self.directory} is neither empty nor an OCI image layout",
                     hint="name a new or empty directory",

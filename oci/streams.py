@@ -38,6 +38,7 @@ class CompressedUpload:
         piece = bytearray()
         try:
             for chunk in chunks:
+                self._check()
                 digest.update(chunk)
                 self._size += len(chunk)
                 piece += compressor.compress(chunk)
@@ -58,12 +59,16 @@ class CompressedUpload:
 
     def _put(self, piece: bytes | StoreError | None) -> None:
         while True:
-            if self._upload.done():
-                self._upload.result()
+            self._check()
             try:
                 return self._queue.put(piece, timeout=_PATIENCE_S)
             except queue.Full:
                 continue
+
+    def _check(self) -> None:
+        """Raise what storing met."""
+        if self._upload.done():
+            self._upload.result()
 
     def _pieces(self) -> Iterator[bytes]:
         while (piece := self._queue.get()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -191,11 +192,16 @@ class FullStore(Layout):
 
 def test_failure_of_the_store_reaches_the_caller_and_ends_the_workers(tmp_path: Path) -> None:
     writer = PageWriter(FullStore(tmp_path), Trace())
-    with pytest.raises(StoreError, match="no space left"):
+
+    def write_much() -> None:
         for number in range(40):
             writer.add("a", number * (4 << 20), noise(4 << 20, number))
         writer.close()
+
+    with pytest.raises(StoreError, match="no space left"):
+        write_much()
     writer.abort()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pages-")]
 
 
 def test_run_that_is_not_in_the_index_is_refused_before_anything_is_read(
@@ -251,7 +257,9 @@ def test_any_memory_comes_back_whole_and_in_part(
             pieces = memory.setdefault(f"o{number}", [])
             for gap, count, kind in shape:
                 address += gap * PAGE
-                piece = (bytes(count * PAGE), noise(count * PAGE, count), b"ab" * (count * PAGE // 2))[kind % 3]
+                piece = (bytes(count * PAGE), noise(count * PAGE, count), b"ab" * (count * PAGE // 2))[
+                    kind % 3
+                ]
                 writer.add(f"o{number}", address, piece)
                 pieces.append((address, piece))
                 address += len(piece)
