@@ -1,4 +1,4 @@
-"""Holds what cannot be checkpointed: `stubborn.py io_uring|vsock|unix|traced|packets|semaphore|detached`, and counts."""
+"""Holds what cannot be checkpointed (`stubborn.py KIND`, one of those in `prepare`), and counts."""
 
 from __future__ import annotations
 
