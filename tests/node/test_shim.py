@@ -246,9 +246,8 @@ def test_a_shim_that_is_killed_leaves_nothing(daemon: Containerd, name: str) -> 
     (shim,) = daemon.shims()
     os.kill(shim, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the container is gone")
-    wait_until(
-        lambda: not list(daemon.state.glob(f"io.containerd.runtime.v2.task/default/{name}")), "its bundle"
-    )
+    bundle = daemon.state / "io.containerd.runtime.v2.task" / "default" / name
+    wait_until(lambda: not bundle.exists(), "the bundle is gone")
     assert [line.split()[0] for line in events.until("/tasks/delete")] == ["/tasks/exit", "/tasks/delete"]
     assert str(bundle) not in Path("/proc/self/mountinfo").read_text()
     assert not Path(f"/run/containerd/runc/default/{name}").exists()
@@ -308,14 +307,7 @@ def test_an_oom_kill_is_told(daemon: Containerd, name: str) -> None:
         "head -c 200m /dev/zero | tail -c 190m",
         options=("--memory-limit", "16777216"),
     )
-    assert any("/tasks/oom" in line for line in _topics(events)), done
-
-
-def _topics(events: object) -> list[str]:
-    from tests.node.containerds import Events
-
-    assert isinstance(events, Events)
-    return events.stop()
+    assert events.until("/tasks/oom"), done
 
 
 def test_a_checkpoint_is_restored_where_it_was(daemon: Containerd, name: str) -> None:
