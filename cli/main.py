@@ -1,19 +1,18 @@
-"""The commands of `cedana`. Each parses, calls one function of `agent.node`, and prints what comes back.
+"""The commands of `cedana`: each parses, calls one function of `agent.node`, and prints what comes back.
 
-Nothing heavy is imported until a command runs: `cedana --help` must answer at once.
+Nothing heavy is imported until a command needs it, and the parser is argparse because it costs 2 ms: the
+start of this program is part of every move (docs/dependencies.md).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from base.errors import CedanaError, UsageError
 
@@ -24,231 +23,221 @@ if TYPE_CHECKING:
 INCOMPATIBLE = 4
 INTERRUPTED = 130
 
-app = typer.Typer(
-    name="cedana",
-    help="Save running containers as OCI artifacts, and bring them back on any node.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+CHECKPOINT = "NAME|REF|oci:DIR[:TAG]"
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Steps = Annotated[bool, typer.Option("--trace", help="Show each step and how long it took.")]
-Namespace = Annotated[
-    str, typer.Option("--namespace", "-n", help="containerd namespace [env: CONTAINERD_NAMESPACE].")
-]
+Arguments = argparse.Namespace
 
 
-@dataclass
-class Settings:
-    address: str = ""
-    namespace: str = ""
-    debug: bool = False
-    json: bool = False
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours, and look like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"{self.prog} --help")
 
 
-settings = Settings()
-"""What the options before the command say; one process runs one command."""
+def parser() -> Parser:
+    top = Parser(
+        prog="cedana",
+        description="Save running containers as OCI artifacts, and bring them back on any node.",
+        allow_abbrev=False,
+    )
+    top.add_argument("-a", "--address", metavar="SOCKET", default="", help="containerd's socket")
+    _namespace(top, "")
+    top.add_argument("--debug", action="store_true", help="show where an error comes from")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(run: Callable[[Arguments, Config], None], text: str) -> Parser:
+        added = commands.add_parser(run.__name__, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(run=run)
+        added.add_argument("--json", action="store_true", help="print one JSON object")
+        return added
+
+    added = command(checkpoint, "Save a running container; it ends, unless told to go on.")
+    added.add_argument("container", metavar="CONTAINER", help="id, beginning of an id, or name")
+    added.add_argument(
+        "--to", metavar="REF|oci:DIR", default="", help="where to; this node's own store if left out"
+    )
+    added.add_argument("--leave-running", action="store_true", help="let the container go on afterwards")
+    added.add_argument(
+        "--tcp",
+        choices=("established", "close"),
+        default="established",
+        help="what becomes of TCP connections (default: they stay established)",
+    )
+    _trace(added)
+    _namespace(added, argparse.SUPPRESS)
+
+    added = command(restore, "Bring a checkpoint back as a running container.")
+    added.add_argument("checkpoint", metavar=CHECKPOINT, help="the checkpoint")
+    added.add_argument("--name", default="", help="the container's name here")
+    added.add_argument("--node", default="", help="restore on this node of the configuration")
+    added.add_argument(
+        "--tcp",
+        choices=("established", "close"),
+        default="",
+        help="what becomes of TCP connections (default: what the checkpoint says)",
+    )
+    added.add_argument("--bridge", default="", help="bridge of this node to join")
+    added.add_argument(
+        "--allow",
+        metavar="WHAT",
+        action="append",
+        default=[],
+        help="grant what the checkpoint asks for beyond the usual",
+    )
+    _trace(added)
+    _namespace(added, argparse.SUPPRESS)
+
+    added = command(push, "Copy a checkpoint to a registry or another store.")
+    added.add_argument("checkpoint", metavar=CHECKPOINT, help="the checkpoint")
+    added.add_argument("target", metavar="REF|oci:DIR[:TAG]", help="where to")
+    _trace(added)
+
+    added = command(pull, "Copy a checkpoint from a registry to this node.")
+    added.add_argument("checkpoint", metavar=CHECKPOINT, help="the checkpoint")
+    added.add_argument(
+        "target",
+        metavar="NAME|oci:DIR[:TAG]",
+        nargs="?",
+        default="",
+        help="where to; this node's own store if left out",
+    )
+    _trace(added)
+
+    added = command(ls, "List checkpoints.")
+    added.add_argument(
+        "store",
+        metavar="REPOSITORY|oci:DIR",
+        nargs="?",
+        default="",
+        help="this node's own store if left out",
+    )
+
+    added = command(inspect, "Show what is in a checkpoint: processes, memory, sockets, files, timings.")
+    added.add_argument("checkpoint", metavar=CHECKPOINT, help="the checkpoint")
+
+    added = command(rm, "Delete checkpoints.")
+    added.add_argument("checkpoints", metavar=CHECKPOINT, nargs="+", help="the checkpoints")
+
+    command(check, "Say what this node can do, and what to do about what it cannot.")
+    return top
 
 
-@app.callback()
-def options(
-    address: Annotated[
-        str, typer.Option("--address", "-a", help="containerd's socket [env: CONTAINERD_ADDRESS].")
-    ] = "",
-    namespace: Namespace = "",
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
-) -> None:
-    global settings
-    settings = Settings(address, namespace, debug)
+def checkpoint(arguments: Arguments, config: Config) -> None:
+    from agent import node
+    from cli import report
+    from runtime.checkpoint import CheckpointOptions
+
+    wishes = CheckpointOptions(leave_running=arguments.leave_running, tcp=arguments.tcp)
+    done, steps = _operate(lambda t: node.checkpoint(arguments.container, arguments.to, wishes, config, t))
+    text = report.checkpointed(done, steps, arguments.trace)
+    _print(arguments, report.checkpointed_json(done, steps), text)
+    for warning in done.warnings:
+        print(f"cedana: warning: {warning}", file=sys.stderr)
 
 
-@app.command()
-def checkpoint(
-    container: Annotated[str, typer.Argument(help="Id, beginning of an id, or name of a running container.")],
-    to: Annotated[
-        str, typer.Option("--to", metavar="REF|oci:DIR", help="Where to; this node's own store if left out.")
-    ] = "",
-    leave_running: Annotated[
-        bool, typer.Option("--leave-running", help="Let the container go on afterwards.")
-    ] = False,
-    tcp: Annotated[
-        str, typer.Option("--tcp", metavar="established|close", help="What becomes of TCP connections.")
-    ] = "established",
-    namespace: Namespace = "",
-    trace: Steps = False,
-    as_json: Json = False,
-) -> None:
-    """Save a running container; it ends, unless told to go on."""
-    with _command(namespace, as_json) as config:
-        from agent import node
-        from cli import report
-        from runtime.checkpoint import CheckpointOptions
+def restore(arguments: Arguments, config: Config) -> None:
+    if arguments.node:
+        from cli import remote
 
-        wishes = CheckpointOptions(leave_running=leave_running, tcp=_tcp(tcp, ("established", "close")))
-        done, steps = _run(lambda t: node.checkpoint(container, to, wishes, config, t))
-        _print(report.checkpointed_json(done, steps), report.checkpointed(done, steps, trace))
-        for warning in done.warnings:
-            print(f"cedana: warning: {warning}", file=sys.stderr)
+        remote.run(arguments.node, arguments.argv, config)
+    from agent import node
+    from agent.restore import RestoreOptions
+    from agent.spec import parse_allow
+    from cli import report
+
+    wishes = RestoreOptions(
+        name=arguments.name,
+        tcp=arguments.tcp,
+        bridge=_interface(arguments.bridge),
+        allow=parse_allow(arguments.allow),
+    )
+    done, steps = _operate(lambda t: node.restore(arguments.checkpoint, wishes, config, t))
+    _print(arguments, report.restored_json(done, steps), report.restored(done, steps, arguments.trace))
 
 
-@app.command()
-def restore(
-    reference: Annotated[str, typer.Argument(metavar="REF|oci:DIR[:TAG]|NAME", help="The checkpoint.")],
-    name: Annotated[str, typer.Option("--name", help="Name of the container here.")] = "",
-    on_node: Annotated[str, typer.Option("--node", help="Restore on this node of the configuration.")] = "",
-    tcp: Annotated[
-        str, typer.Option("--tcp", metavar="established|close", help="What becomes of TCP connections.")
-    ] = "",
-    bridge: Annotated[str, typer.Option("--bridge", help="Bridge of this node to join.")] = "",
-    allow: Annotated[
-        list[str] | None,
-        typer.Option("--allow", metavar="WHAT", help="Grant what the checkpoint asks for beyond the usual."),
-    ] = None,
-    namespace: Namespace = "",
-    trace: Steps = False,
-    as_json: Json = False,
-) -> None:
-    """Bring a checkpoint back as a running container."""
-    with _command(namespace, as_json) as config:
-        if on_node:
-            from cli import remote
+def push(arguments: Arguments, config: Config) -> None:
+    from agent import node
 
-            remote.run(on_node, sys.argv[1:], config)
-        from agent import node
-        from agent.restore import RestoreOptions
-        from agent.spec import parse_allow
-        from cli import report
-
-        wishes = RestoreOptions(
-            name=name,
-            tcp=_tcp(tcp, ("", "established", "close")),
-            bridge=_bridge(bridge),
-            allow=parse_allow(allow or ()),
-        )
-        done, steps = _run(lambda t: node.restore(reference, wishes, config, t))
-        _print(report.restored_json(done, steps), report.restored(done, steps, trace))
+    _copy(arguments, lambda t: node.push(arguments.checkpoint, arguments.target, config, t))
 
 
-@app.command()
-def push(
-    checkpoint: Annotated[str, typer.Argument(metavar="NAME|REF|oci:DIR[:TAG]", help="The checkpoint.")],
-    target: Annotated[str, typer.Argument(metavar="REF|oci:DIR[:TAG]", help="Where to.")],
-    trace: Steps = False,
-    as_json: Json = False,
-) -> None:
-    """Copy a checkpoint to a registry or another store."""
-    with _command("", as_json) as config:
-        from agent import node
-        from cli import report
+def pull(arguments: Arguments, config: Config) -> None:
+    from agent import node
 
-        done, steps = _run(lambda t: node.push(checkpoint, target, config, t))
-        _print(report.copied_json(done, steps), report.copied(done, steps, trace))
+    _copy(arguments, lambda t: node.pull(arguments.checkpoint, arguments.target, config, t))
 
 
-@app.command()
-def pull(
-    checkpoint: Annotated[str, typer.Argument(metavar="REF|oci:DIR[:TAG]", help="The checkpoint.")],
-    target: Annotated[
-        str, typer.Argument(metavar="NAME|oci:DIR[:TAG]", help="Where to; this node's own store if left out.")
-    ] = "",
-    trace: Steps = False,
-    as_json: Json = False,
-) -> None:
-    """Copy a checkpoint from a registry to this node."""
-    with _command("", as_json) as config:
-        from agent import node
-        from cli import report
+def ls(arguments: Arguments, config: Config) -> None:
+    from agent import node
+    from cli import report
 
-        done, steps = _run(lambda t: node.pull(checkpoint, target, config, t))
-        _print(report.copied_json(done, steps), report.copied(done, steps, trace))
+    where, entries = node.ls(arguments.store, config)
+    _print(arguments, report.entries_json(where, entries), report.entries(where, entries))
 
 
-@app.command()
-def ls(
-    store: Annotated[
-        str, typer.Argument(metavar="REPOSITORY|oci:DIR", help="This node's own store if left out.")
-    ] = "",
-    as_json: Json = False,
-) -> None:
-    """List checkpoints."""
-    with _command("", as_json) as config:
-        from agent import node
-        from cli import report
+def inspect(arguments: Arguments, config: Config) -> None:
+    from agent import node
+    from cli import report
 
-        where, entries = node.ls(store, config)
-        _print(report.entries_json(where, entries), report.entries(where, entries))
+    found = node.inspect(arguments.checkpoint, config)
+    _print(arguments, report.inspection_json(found), report.inspection(found))
 
 
-@app.command()
-def inspect(
-    checkpoint: Annotated[str, typer.Argument(metavar="NAME|REF|oci:DIR[:TAG]", help="The checkpoint.")],
-    as_json: Json = False,
-) -> None:
-    """Show what is in a checkpoint: processes, memory, sockets, files, sizes, timings."""
-    with _command("", as_json) as config:
-        from agent import node
-        from cli import report
+def rm(arguments: Arguments, config: Config) -> None:
+    from agent import node
 
-        found = node.inspect(checkpoint, config)
-        _print(report.inspection_json(found), report.inspection(found))
+    deleted = [str(reference) for reference in node.rm(arguments.checkpoints, config)]
+    _print(arguments, {"deleted": deleted}, "\n".join(deleted))
 
 
-@app.command()
-def rm(
-    checkpoints: Annotated[list[str], typer.Argument(metavar="NAME|REF|oci:DIR[:TAG]...")],
-    as_json: Json = False,
-) -> None:
-    """Delete checkpoints."""
-    with _command("", as_json) as config:
-        from agent import node
+def check(arguments: Arguments, config: Config) -> None:
+    from agent import node
+    from cli import report
 
-        deleted = [str(reference) for reference in node.rm(checkpoints, config)]
-        _print({"deleted": deleted}, "\n".join(deleted))
+    features = node.check(config)
+    _print(arguments, report.features_json(features), report.features(features))
+    if any(feature.required and not feature.ok for feature in features):
+        sys.exit(INCOMPATIBLE)
 
 
-@app.command()
-def check(as_json: Json = False) -> None:
-    """Say what this node can do, and what to do about what it cannot."""
-    with _command("", as_json) as config:
-        from agent import node
-        from cli import report
-
-        features = node.check(config)
-        _print(report.features_json(features), report.features(features))
-        if any(feature.required and not feature.ok for feature in features):
-            raise typer.Exit(INCOMPATIBLE)
-
-
-@contextmanager
-def _command(namespace: str, as_json: bool) -> Iterator[Config]:
-    """The configuration a command runs with; what it raises is said in words, and becomes the exit status."""
-    settings.json = as_json
+def run(argv: Sequence[str]) -> int:
+    """Run the command line `argv`; what goes wrong is said in words. Returns the exit status."""
+    debug, as_json = "--debug" in argv, "--json" in argv
     try:
+        arguments = parser().parse_args(argv, Arguments(argv=argv))
         from agent import environment
 
-        yield environment.load(settings.address, namespace or settings.namespace)
+        arguments.run(arguments, environment.load(arguments.address, arguments.namespace))
+        sys.stdout.flush()
     except CedanaError as error:
-        _fail(error)
-    except KeyboardInterrupt as interruption:
+        return _fail(error, debug, as_json)
+    except KeyboardInterrupt:
         print("cedana: interrupted; nothing was changed", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from interruption
-    except (typer.Exit, SystemExit, BrokenPipeError):
-        raise
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter must not try to flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
-        if settings.debug:
-            traceback.print_exc()
-        _fail(
-            CedanaError(
-                f"this should not have happened: {error!r}",
-                hint="run it again with --debug before the command, and report what it prints",
-            )
-        )
+        hint = "run it again with --debug before the command, and report what it prints"
+        unexpected = CedanaError(f"this should not have happened: {error!r}", hint=hint)
+        return _fail(unexpected.with_traceback(error.__traceback__), debug, as_json)
+    return 0
 
 
-def _run(work: Callable[[Trace], Any]) -> tuple[Any, Any]:
+def main() -> NoReturn:
+    sys.exit(run(sys.argv[1:]))
+
+
+def _copy(arguments: Arguments, work: Callable[[Trace], Any]) -> None:
+    from cli import report
+
+    done, steps = _operate(work)
+    _print(arguments, report.copied_json(done, steps), report.copied(done, steps, arguments.trace))
+
+
+def _operate(work: Callable[[Trace], Any]) -> tuple[Any, Any]:
     """Run an operation with progress and a clean Ctrl-C; returns what it returns, and its steps."""
     from cli.operation import Operation
     from cli.progress import ProgressDisplay
@@ -258,39 +247,37 @@ def _run(work: Callable[[Trace], Any]) -> tuple[Any, Any]:
         return operation.run(work), operation.trace.steps
 
 
-def _print(value: dict[str, Any], text: str) -> None:
-    print(json.dumps(value, indent=2) if settings.json else text)
+def _print(arguments: Arguments, value: dict[str, Any], text: str) -> None:
+    print(json.dumps(value, indent=2) if arguments.json else text)
 
 
-def _fail(error: CedanaError) -> None:
+def _fail(error: CedanaError, debug: bool, as_json: bool) -> int:
     from cli.text import printable
 
-    if settings.debug and error.__traceback__ is not None:
+    if debug:
         traceback.print_exception(error)
     print(f"cedana: {printable(error.message)}", file=sys.stderr)
     for label, text in (("cause", error.details), ("try", error.hint)):
         if text:
             print(f"  {label}: {printable(text)}", file=sys.stderr)
-    if settings.json:
+    if as_json:
         body = {"message": error.message, "details": error.details, "hint": error.hint}
         print(json.dumps({"error": {**body, "code": error.exit_code}}, indent=2))
-    raise typer.Exit(error.exit_code) from error
+    return error.exit_code
 
 
-def _tcp(value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise UsageError(f"--tcp {value}: no such choice", hint="established or close")
-    return value
+def _trace(added: Parser) -> None:
+    added.add_argument("--trace", action="store_true", help="show each step and how long it took")
 
 
-def _bridge(value: str) -> str:
-    if value and (len(value) > 15 or "/" in value or not value.isprintable() or " " in value):
-        raise UsageError(f"--bridge {value!r} is not the name of a network interface")
-    return value
+def _namespace(added: Parser, default: str) -> None:
+    added.add_argument("-n", "--namespace", metavar="NAME", default=default, help="containerd's namespace")
 
 
-def main() -> None:
-    app()
+def _interface(name: str) -> str:
+    if name and (len(name) > 15 or "/" in name or " " in name or not name.isprintable()):
+        raise UsageError(f"--bridge {name!r} is not the name of a network interface")
+    return name
 
 
 if __name__ == "__main__":

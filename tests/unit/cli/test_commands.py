@@ -57,12 +57,12 @@ def cedana(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str) -> Outcome:
-        monkeypatch.setattr(main, "settings", main.Settings())
-        monkeypatch.setattr(sys, "argv", ["cedana", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main.app(list(arguments))
+        try:
+            code = main.run(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
         captured = capsys.readouterr()
-        return Outcome(int(ended.value.code or 0), captured.out, captured.err)
+        return Outcome(code, captured.out, captured.err)
 
     return run
 
@@ -283,12 +283,27 @@ def test_help_lists_the_commands(cedana: Cedana) -> None:
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom cli import main\n"
-        "try: main.app(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = {'grpc', 'google.protobuf', 'rich', 'urllib3', 'zstandard', 'pyroute2', 'agent', 'oci'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+        "try: main.run(['--help'])\nexcept SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
+    heavy = {"grpc", "google.protobuf", "rich", "urllib3", "zstandard", "pyroute2", "agent", "oci"}
+    assert not heavy & set(done.stderr.split())
+
+
+def test_wrong_usage_as_json_is_one_object_too(cedana: Cedana) -> None:
+    done = cedana("inspect", "--json")
+    assert done.json["error"]["code"] == 2
+    assert done.json["error"]["hint"] == "cedana inspect --help"
+
+
+def test_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
+    script = "import sys; from cli import main; sys.exit(main.run(['check']))"
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "{script}" | true', sys.executable], capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
 
 
 def test_waterfall_of_nothing_is_empty() -> None:
