@@ -81,7 +81,7 @@ def checkpoint(
         with trace.step("capture"):
             captured = stopped.capture()
             processes = stopped.report.processes
-            DumpManifest.of(stopped.criu, options.wishes, captured, processes, container.spec).write(images)
+            DumpManifest.of(stopped.criu, options.wishes, captured, processes).write(images)
         with trace.step("rootfs"):
             writer.add_rootfs_diff(rootfs.difference(layers, link_remaps(images, processes)))
         if options.leave_running:
@@ -146,7 +146,6 @@ def dump(
                 options.wishes,
                 stopped.capture(),
                 stopped.report.processes,
-                container.spec,
             ).write(images)
         if options.leave_running:
             stopped.resume()

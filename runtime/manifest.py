@@ -1,7 +1,7 @@
 """What a dump was made with, kept beside the CRIU images as `cedana.json`.
 
-Written at the checkpoint, replayed at the restore: the CRIU settings, the participants' records, the
-processes and the mount points. Images made by another tool have none; then everything is asked of CRIU
+Written at the checkpoint, replayed at the restore: the CRIU settings, the participants' records and the
+processes. Images made by another tool have none; then everything is asked of CRIU
 that a restore may need. The file may come out of an artifact: `read` checks its shape.
 """
 
@@ -41,7 +41,6 @@ class DumpManifest:
     options: Mapping[str, Any] = field(default_factory=dict)
     participants: Mapping[str, Any] = field(default_factory=dict)
     processes: Sequence[Mapping[str, Any]] = ()
-    mount_points: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -50,7 +49,6 @@ class DumpManifest:
         options: Mapping[str, Any],
         participants: Mapping[str, Any],
         processes: Sequence[Process],
-        spec: Mapping[str, Any],
     ) -> DumpManifest:
         return cls(
             flags=tuple(sorted(settings.flags)),
@@ -58,7 +56,6 @@ class DumpManifest:
             options=options,
             participants=participants,
             processes=[asdict(process) for process in processes],
-            mount_points=frozenset(mount["destination"] for mount in spec.get("mounts", [])),
         )
 
     @classmethod
@@ -77,15 +74,13 @@ class DumpManifest:
                 options=dict(value["options"]),
                 participants=dict(value["participants"]),
                 processes=[dict(process) for process in value["processes"]],
-                mount_points=frozenset(str(point) for point in value["mount_points"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RestoreError("the checkpoint's cedana.json is malformed", details=repr(error)) from error
 
     def write(self, directory: Path) -> None:
-        value = {**self.__dict__, "mount_points": sorted(self.mount_points)}
         with open(os.open(directory / _NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(value, file)
+            json.dump(self.__dict__, file)
 
     def criu_settings(self) -> CriuSettings:
         return CriuSettings(set(self.flags), [*self.values])

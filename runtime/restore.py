@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from base.config import Config
 from base.trace import Trace
 from hooks.participant import CriuSettings, Participant, Target
-from runtime import criu
+from runtime import criu, mounts
 from runtime.container import Container
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.manifest import DumpManifest
@@ -66,7 +66,7 @@ def restore(
             options={**manifest.options, **request.options},
         )
         with trace.step("probe"):
-            _probe(target, manifest, participants, settings)
+            _probe(target, manifest, mounts.check(request.images), participants, settings)
         with trace.step("prepare"):
             for participant in participants:
                 undo.callback(participant.abort_target, target)
@@ -84,6 +84,7 @@ def restore(
 def _probe(
     target: Target,
     manifest: DumpManifest,
+    needed_mounts: Collection[str],
     participants: Sequence[Participant],
     settings: CriuSettings,
 ) -> None:
@@ -106,10 +107,9 @@ def _probe(
             f"the source of a bind mount is missing on this node: {', '.join(missing)}",
             hint="create it, or mount another source",
         )
-    absent = manifest.mount_points - {mount["destination"] for mount in target.spec.get("mounts", [])}
-    if absent:
+    if absent := _absent_mounts(needed_mounts, target.spec):
         raise IncompatibleError(
-            f"the checkpoint has mounts that this container lacks: {', '.join(sorted(absent))}",
+            f"the checkpoint has mounts that this container lacks: {', '.join(absent)}",
             hint="give the container the same mount points (the sources may differ)",
         )
     changed = changed_files(manifest.processes, target.rootfs, target.spec)
@@ -118,6 +118,16 @@ def _probe(
             f"files differ from what they were at the checkpoint: {'; '.join(blocking[:5])}",
             hint=f"put them back, or or list them in the annotation {ALLOW_CHANGED_ANNOTATION}",
         )
+
+
+def _absent_mounts(needed: Collection[str], spec: Mapping[str, Any]) -> list[str]:
+    """Those of `needed` that runc will not give CRIU for `spec`: it names binds by their destination,
+    masked paths /dev/null, and the cgroup hierarchies by where they are."""
+    given = {mount["destination"] for mount in spec.get("mounts", [])} | {"/dev/null"}
+    cgroup = next((m["destination"] for m in spec.get("mounts", []) if m.get("type") == "cgroup"), None)
+    return sorted(
+        name for name in needed if name not in given and not (cgroup and name.startswith(f"{cgroup}/"))
+    )
 
 
 def _write_bundle(target: Target, settings: CriuSettings, undo: ExitStack) -> None:

@@ -15,12 +15,10 @@ from runtime.manifest import DumpManifest
 
 def test_settings_come_back(tmp_path: Path) -> None:
     settings = CriuSettings({"tcp-established", "file-locks"}, [("ghost-limit", "4194304")])
-    spec = {"mounts": [{"destination": "/proc"}, {"destination": "/data"}]}
-    DumpManifest.of(settings, {"tcp": "established"}, {"network": {"a": 1}}, [], spec).write(tmp_path)
+    DumpManifest.of(settings, {"tcp": "established"}, {"network": {"a": 1}}, []).write(tmp_path)
     found = DumpManifest.read(tmp_path)
     assert found.criu_settings() == settings
     assert found.participants == {"network": {"a": 1}}
-    assert found.mount_points == {"/proc", "/data"}
     assert (tmp_path / "cedana.json").stat().st_mode & 0o777 == 0o600
 
 
@@ -35,7 +33,6 @@ def test_an_artifact_cannot_make_criu_run_or_write_anything(tmp_path: Path) -> N
         "options": {},
         "participants": {},
         "processes": [],
-        "mount_points": [],
     }
     (tmp_path / "cedana.json").write_text(json.dumps(hostile))
     settings = DumpManifest.read(tmp_path).criu_settings()
@@ -46,8 +43,8 @@ def test_an_artifact_cannot_make_criu_run_or_write_anything(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "value",
     [[], {}, {"flags": 1}, "x", {"flags": [], "values": [["ghost-limit", "12\nevil"]], "options": {},
-     "participants": {}, "processes": [], "mount_points": []}, {"flags": [[]], "values": [], "options": {},
-     "participants": {}, "processes": [], "mount_points": []}],
+     "participants": {}, "processes": []}, {"flags": [[]], "values": [], "options": {},
+     "participants": {}, "processes": []}],
 )  # fmt: skip
 def test_malformed_manifests_are_refused(tmp_path: Path, value: Any) -> None:
     (tmp_path / "cedana.json").write_text(json.dumps(value))
