@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,8 +111,10 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
         spec["annotations"] |= own.annotations(_on_host_network(spec)) | _annotations(pinned, options)
 
         undo.callback(fetch.discard, config, namespace, container_id)
-        fetch.prefetch(store, pinned, artifact, namespace, container_id, config, trace)
-        image, parent = images.bring(client, artifact, store, snapshotter, trace)
+        with ThreadPoolExecutor(1) as beside:
+            bringing = beside.submit(images.bring, client, artifact, store, snapshotter, trace)
+            fetch.prefetch(store, pinned, artifact, namespace, container_id, config, trace)
+            image, parent = bringing.result()
 
         undo.callback(own.remove)
         own.write(spec.get("hostname", ""), lambda owner: bool(client.containers(f"id=={owner}")))

@@ -62,8 +62,8 @@ def restored(done: Restored, steps: Sequence[Step], trace: bool) -> str:
                 ("id", done.container_id),
                 ("checkpoint", str(done.reference)),
                 ("log", done.log or f"none: a terminal (nerdctl attach {done.name})"),
-                ("fetched", duration(_spent(steps, "open", "images", "memory", "image", "unpack"))),
-                ("restored", f"{duration(_spent(steps, 'create', 'start'))} of {duration(_total(steps))}"),
+                ("fetched", duration(_span(steps, "open", "images", "memory", "image", "unpack"))),
+                ("restored", f"{duration(_span(steps, 'create', 'start'))} of {duration(_total(steps))}"),
             ]
         ),
         waterfall(steps) if trace else "",
@@ -75,7 +75,7 @@ def restored_json(done: Restored, steps: Sequence[Step]) -> Json:
         "container": {"id": done.container_id, "name": done.name, "pid": done.pid},
         "reference": str(done.reference),
         "log": done.log,
-        "restore_s": _spent(steps, "create", "start"),
+        "restore_s": _span(steps, "create", "start"),
         **_timings(steps),
     }
 
@@ -263,8 +263,10 @@ def _total(steps: Sequence[Step]) -> float:
     return max((step.start_s + step.duration_s for step in steps), default=0.0)
 
 
-def _spent(steps: Sequence[Step], *names: str) -> float:
-    return sum(step.duration_s for step in steps if step.name in names)
+def _span(steps: Sequence[Step], *names: str) -> float:
+    """Seconds from the start of the first to the end of the last of these steps."""
+    meant = [step for step in steps if step.name in names]
+    return _total(meant) - min((step.start_s for step in meant), default=0.0)
 
 
 def _join(*parts: str) -> str:
