@@ -174,7 +174,7 @@ def inspection(found: Inspection) -> str:
         _section("mounts", record.mounts),
         _section("sizes", [f"{name}  {size(count)}" for name, count in _sizes(found).items()]),
         _section("timings", []),
-        waterfall([Step(step.name, step.start_s, step.duration_s) for step in record.steps]),
+        waterfall([Step(step.name, step.start_s, step.duration_s) for step in record.steps[:_MAX_LINES]]),
     )
 
 

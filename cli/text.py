@@ -66,12 +66,13 @@ def tree(
 def waterfall(steps: Sequence[Step]) -> str:
     """Each step where it was in time, one line each."""
     total = max((step.start_s + step.duration_s for step in steps), default=0.0) or 1.0
-    width = max((len(step.name) for step in steps), default=0)
+    names = [printable(step.name) for step in steps]
+    width = max(map(len, names), default=0)
     lines = []
-    for step in sorted(steps, key=lambda step: step.start_s):
+    for name, step in sorted(zip(names, steps, strict=True), key=lambda line: line[1].start_s):
         start = min(_BAR - 1, int(step.start_s / total * _BAR))
         length = max(1, min(_BAR - start, round(step.duration_s / total * _BAR)))
         bar = " " * start + "█" * length
         failed = "  failed" if step.failed else ""
-        lines.append(f"  {step.name.ljust(width)} {bar.ljust(_BAR)} {duration(step.duration_s):>9}{failed}")
+        lines.append(f"  {name.ljust(width)} {bar.ljust(_BAR)} {duration(step.duration_s):>9}{failed}")
     return "\n".join(lines)
