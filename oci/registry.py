@@ -104,16 +104,15 @@ class Repository:
         if self.exists(descriptor):
             return
         location = self._mount(descriptor, self._mountable(source, mount_from))
-        if location is None:
-            return
-        with source.open(descriptor) as blob:
-            if descriptor.size <= PART_BYTES:
-                body = list(iter(lambda: blob.read(_PIECE), b""))
-                self._put_known(body, location)
-            else:
-                digest, _ = self._put_stream(location, (), _parts(iter(lambda: blob.read(_PIECE), b"")))
-                if digest != descriptor.digest:
-                    raise DigestError(f"the blob {descriptor.digest} changed while it was copied")
+        for attempt in range(1, _ATTEMPTS + 1):
+            if location is None:
+                return
+            try:
+                return self._copy(source, descriptor, location)
+            except _UploadLost:
+                if attempt == _ATTEMPTS:
+                    raise
+            location = self._start()
 
     def put_manifest(self, media_type: str, body: bytes, tag: str | None = None) -> Descriptor:
         descriptor = Descriptor(media_type, f"sha256:{hashlib.sha256(body).hexdigest()}", len(body))
@@ -229,6 +228,16 @@ class Repository:
                 return reference.repository if reference.repository != self.repository else ""
         return ""
 
+    def _copy(self, source: Store, descriptor: Descriptor, location: str) -> None:
+        with source.open(descriptor) as blob:
+            pieces = iter(lambda: blob.read(_PIECE), b"")
+            if descriptor.size <= PART_BYTES:
+                self._put_known(list(pieces), location)
+                return
+            digest, _ = self._put_stream(location, (), _parts(pieces))
+        if digest != descriptor.digest:
+            raise DigestError(f"the blob {descriptor.digest} changed while it was copied")
+
     def _put_known(self, body: Body, location: str = "") -> tuple[str, int]:
         """Upload a blob that is in memory, from the beginning if need be."""
         hasher = hashlib.sha256()
@@ -288,23 +297,34 @@ class Repository:
             except (ConnectionFailed, StatusError) as error:
                 if attempt == _ATTEMPTS or not _worth_repeating(error):
                     raise
-            location, end = self._progress(location)
+                failure = error
+            location, end = self._progress(location, failure)
             if not start <= end <= start + length:
-                raise StoreError(f"{self.registry} lost an upload under way", details=f"{end} of {start}")
+                raise self._lost(failure) from failure
             done = end - start
             if done == length:
                 return location
         raise AssertionError("not reached")
 
-    def _progress(self, location: str) -> tuple[str, int]:
-        """Where an interrupted upload goes on, and how many bytes the registry has."""
-        answer = self._fetch(
-            "GET", location, self._push, f"ask how far an upload to {self.repository} got", expect=(204,)
-        )
+    def _progress(self, location: str, failure: StoreError) -> tuple[str, int]:
+        """Where an upload that met `failure` goes on, and how many bytes the registry has."""
+        what = f"ask how far an upload to {self.repository} got"
+        try:
+            answer = self._fetch("GET", location, self._push, what, expect=(204,))
+        except StatusError as error:
+            # docker-registry drops an upload that broke off inside a chunk.
+            raise self._lost(failure) from error
         match = re.fullmatch(r"(?:bytes=)?0-(\d+)", answer.headers.get("range", ""))
         last = int(match[1]) if match else -1
         # "0-0" is both one byte and none; registries answer it for none.
         return self._location(answer), last + 1 if last > 0 else 0
+
+    def _lost(self, failure: StoreError) -> _UploadLost:
+        return _UploadLost(
+            f"{self.registry} lost an upload under way: {failure.message}",
+            hint="try again; the network or the registry is unreliable",
+            details=failure.details,
+        )
 
     def _commit(self, location: str, digest: str, body: Body) -> None:
         parts = urlsplit(location)
@@ -406,6 +426,10 @@ class Repository:
         return NotFoundError(
             f"there is no {self}{separator}{name}", hint=f"`cedana ls {self}` lists what is there"
         )
+
+
+class _UploadLost(StoreError):
+    """The registry no longer knows an upload that broke off: only the whole blob can be sent again."""
 
 
 class _Download:
