@@ -242,7 +242,7 @@ def _operate(work: Callable[[Trace], Any]) -> tuple[Any, Any]:
     from cli.operation import Operation
     from cli.progress import ProgressDisplay
 
-    with ProgressDisplay() as display:
+    with ProgressDisplay(sys.stderr) as display:
         operation = Operation(display)
         return operation.run(work), operation.trace.steps
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from types import TracebackType
@@ -23,8 +22,7 @@ _LINE_EVERY_S = 10.0
 class ProgressDisplay:
     """A trace listener; use as a context manager around the operation."""
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO) -> None:
         self._lock = threading.Lock()
         self._running: dict[str, tuple[float, int, int]] = {}
         """Step → when it began, bytes done, bytes in all."""
