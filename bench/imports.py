@@ -9,9 +9,7 @@ MODULES = (
     "blake3",
     "google.protobuf.timestamp_pb2",
     "grpc",
-    "pyroute2",
     "rich.progress",
-    "typer",
     "urllib3",
     "zstandard",
 )

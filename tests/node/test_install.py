@@ -67,6 +67,11 @@ def test_fetched_programs_load_nothing_of_the_system_s(line: str) -> None:
         assert [path for path in paths if not path.startswith(f"{prefix}/lib/")] == [], program
 
 
+def test_nerdctl_keeps_its_place_when_the_tools_are_replaced() -> None:
+    real = (PREFIX / "node/bin/nerdctl").resolve()
+    assert not real.is_relative_to((PREFIX / "node").resolve())
+
+
 def test_packages_come_with_all_they_need(tmp_path: Path) -> None:
     folder = tmp_path / "debs"
     _run(INSTALL, "--packages", folder, "busybox-static", "base-files")

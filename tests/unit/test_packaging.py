@@ -52,7 +52,8 @@ def _program(path: Path, text: str) -> Path:
 def test_mirror_is_the_machine_s_own(etc: Path) -> None:
     (etc / "sources.list.d/debian.sources").write_text(
         "# as delivered\nTypes: deb deb-src\nURIs: http://mirror.test/debian\n"
-        "Suites: trixie\n trixie-updates\nComponents: main\nSigned-By: /usr/share/keyrings/debian-archive-keyring.gpg\n\n"
+        "Suites: trixie\n trixie-updates\nComponents: main\n"
+        "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n\n"
         "Types: deb\nURIs: http://mirror.test/debian-security\nSuites: trixie-security\nComponents: main\n"
     )
     assert debian.mirror(etc) == "http://mirror.test/debian"
