@@ -219,6 +219,10 @@ def run(argv: Sequence[str]) -> int:
         # Whoever read our output has gone; the interpreter must not try to flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        hint = "run it as root" if isinstance(error, PermissionError) else ""
+        failure = CedanaError(f"{error.filename or 'a file'}: {error.strerror or error}", hint=hint)
+        return _fail(failure.with_traceback(error.__traceback__), debug, as_json)
     except Exception as error:
         hint = "run it again with --debug before the command, and report what it prints"
         unexpected = CedanaError(f"this should not have happened: {error!r}", hint=hint)

@@ -203,6 +203,11 @@ def test_error_says_what_why_and_what_to_do(cedana: Cedana, monkeypatch: pytest.
     )
 
 
+def test_missing_permission_is_said_in_words(cedana: Cedana, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "ls", raising(PermissionError(13, "Permission denied", "/run/cedana")))
+    assert cedana("ls").err == "cedana: /run/cedana: Permission denied\n  try: run it as root\n"
+
+
 def test_error_as_json_is_one_object_too(cedana: Cedana, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "inspect", raising(NotFoundError("no web", hint="look")))
     done = cedana("inspect", "web", "--json")
