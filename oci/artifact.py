@@ -82,6 +82,7 @@ ROOTFS_DIFF = "rootfs-diff"
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_SPEC_BYTES = 16 << 20
+_BASE_STEP = "base image"
 _LEVEL = 1
 _UPLOADS = 4
 
@@ -119,8 +120,8 @@ class ArtifactWriter:
     def __enter__(self) -> ArtifactWriter:
         try:
             if self._base is not None:
-                with self._trace.step("base image"):
-                    self._base_parts = _put_base(self._store, self._base, self._uploads)
+                with self._trace.step(_BASE_STEP):
+                    self._base_parts = _put_base(self._store, self._base, self._uploads, self._trace)
         except BaseException:
             self._give_up()
             raise
@@ -245,7 +246,7 @@ class _BaseParts:
     config: dict[str, Any]
 
 
-def _put_base(store: Store, base: BaseImage, pool: ThreadPoolExecutor) -> _BaseParts:
+def _put_base(store: Store, base: BaseImage, pool: ThreadPoolExecutor, trace: Trace) -> _BaseParts:
     """Put the base image's layers, config and manifest into `store`.
 
     A base that is itself a checkpoint (a container started from an artifact as its image) is reduced to
@@ -258,20 +259,23 @@ def _put_base(store: Store, base: BaseImage, pool: ThreadPoolExecutor) -> _BaseP
     layers = tuple(layer for layer in manifest.layers if is_image_layer(layer.media_type))
     _check_diff_ids(config, len(layers))
     mount_from = base.reference.partition("@")[0]
-    copies = [pool.submit(store.copy_from, base.store, layer, mount_from) for layer in layers]
+    blobs = list(layers)
+    media_type = descriptor.media_type
     if manifest.artifact_type == ARTIFACT_TYPE:
         config.pop("checkpoint", None)
         settings = dict(config.get("config") or {})
         config["config"] = settings | {"Env": _without_marker(settings.get("Env"))}
-        config_descriptor = store.write(IMAGE_CONFIG, [dump_json(config)])
-        plain = tuple(replace(layer, annotations={}) for layer in layers)
-        body = Manifest(config_descriptor, plain).to_bytes()
+        plain_config = store.write(IMAGE_CONFIG, [dump_json(config)])
+        body = Manifest(plain_config, tuple(replace(layer, annotations={}) for layer in layers)).to_bytes()
         media_type = IMAGE_MANIFEST
     else:
-        store.write(manifest.config.media_type, [config_body])
-        media_type = descriptor.media_type
-    for copy in copies:
+        blobs.append(manifest.config)
+    total, done = sum(blob.size for blob in blobs), 0
+    copies = [pool.submit(store.copy_from, base.store, blob, mount_from) for blob in blobs]
+    for blob, copy in zip(blobs, copies, strict=True):
         copy.result()
+        done += blob.size
+        trace.progress(_BASE_STEP, done, total)
     subject = store.put_manifest(media_type, body)
     return _BaseParts(subject, tuple(as_oci_layer(layer) for layer in layers), config)
 

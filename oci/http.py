@@ -204,7 +204,7 @@ class Client:
             all_headers["Authorization"] = authorization
         if method in ("POST", "PUT", "PATCH"):
             all_headers["Content-Length"] = str(sum(map(len, body)))
-        read_timeout = _DATA_TIMEOUT_S if body else _ANSWER_TIMEOUT_S
+        read_timeout = _DATA_TIMEOUT_S if method in ("PUT", "PATCH") else _ANSWER_TIMEOUT_S
         with self.translated(what):
             return self._pool.request(
                 method,

@@ -29,6 +29,7 @@ PAGES = "application/vnd.cedana.checkpoint.pages.v1+zstd"
 PACK_BYTES = 32 << 20
 _PACKS_PER_SIZE = 1024
 """After so many packs their size doubles: the manifest of a container of any size stays small."""
+_MAX_DOUBLINGS = 5
 _BATCH_WINDOWS = 16
 _QUEUED_BATCHES = 64
 _ZEROS = bytes(CHUNK_BYTES)
@@ -238,7 +239,7 @@ class PageWriter:
         return pack
 
     def _pack_limit(self) -> int:
-        return PACK_BYTES << (self._pack_count // _PACKS_PER_SIZE)
+        return PACK_BYTES << min(self._pack_count // _PACKS_PER_SIZE, _MAX_DOUBLINGS)
 
     def _store_pack(self, pack: _Pack) -> None:
         with self._lock:
