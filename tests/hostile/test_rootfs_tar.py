@@ -326,7 +326,7 @@ def sample() -> bytes:
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as out:
         for number, kind in enumerate((tarfile.DIRTYPE, tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE)):
             member = tarfile.TarInfo(f"d/{'ü' * 60}{number}" if number else "d")
-            member.type, member.linkname, member.mtime = kind, "../../outside/secret", 1.5  # type: ignore[assignment]
+            member.type, member.linkname, member.mtime = kind, "../../outside/secret", 1.5
             member.pax_headers = {"SCHILY.xattr.user.a": "1"} if kind != tarfile.SYMTYPE else {}
             member.size = 700 if kind == tarfile.REGTYPE else 0
             out.addfile(member, io.BytesIO(b"y" * 700))

@@ -14,11 +14,13 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ from hooks import netconfig, netlock, netns, sockdiag
 from hooks.netns import NetworkError
 from hooks.network import NetworkParticipant, remove
 from hooks.participant import CriuSettings, Source, Target
+from tests.node.bed import Bed
+from tests.node.bed import Node as BedNode
+from tests.node.clients import RedisClient
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 
@@ -250,7 +255,7 @@ def test_a_destroyed_container_says_nothing_and_frees_its_address(node: Node) ->
 
     assert select.select([client], [], [], 0.5)[0] == []
     assert sniffer.flags() == []
-    assert netlock.in_use("br0", [netconfig.ip_address(ADDRESS)]) == {}
+    assert netlock.in_use("br0", [ip_address(ADDRESS)]) == {}
     with inside(namespace):
         assert [one for one in sockdiag.sockets()] == []
         assert tables() == []
@@ -769,3 +774,64 @@ def test_a_failed_restore_leaves_the_connection_to_be_restored_again(node: Node)
     until(lambda: client.answers > at_restore + 10, timeout_s=20)
     client.stop()
     assert client.error is None
+
+
+@pytest.fixture
+def redis(bed: Bed, name: str) -> Iterator[Callable[[str], str]]:
+    """Starts redis under nerdctl on node A with a network of nerdctl's, and says its address."""
+    machine = bed.node_a
+
+    def start(network: str) -> str:
+        machine.nerdctl(
+            "run", "--detach", "--pull", "never", "--name", name, "--net", network,
+            "--runtime", "io.containerd.cedana.v1", bed.image("redis"),
+        )  # fmt: skip
+        return machine.address if network == "host" else address_of(machine, name)
+
+    yield start
+    machine.nerdctl("rm", "--force", name, check=False)
+
+
+def address_of(machine: BedNode, name: str) -> str:
+    return machine.container_address(machine.nerdctl("inspect", "--format", "{{.ID}}", name).strip())
+
+
+def test_nerdctls_network_gives_the_address_and_the_connection_goes_on(
+    bed: Bed, name: str, redis: Callable[[str], str]
+) -> None:
+    machine, address, reference = bed.node_a, redis("bed"), bed.reference(name)
+    with RedisClient(bed.hub, address) as client:
+        client.start().wait_for(100)
+        machine.cedana("checkpoint", name, "--to", reference)
+        machine.nerdctl("rm", "--force", name)
+        machine.nerdctl(
+            "run", "--detach", "--pull", "never", "--name", name, "--net", "bed",
+            "--runtime", "io.containerd.cedana.v1",
+            "--annotation", f"ai.cedana.restore-from={reference}", bed.image("redis"),
+        )  # fmt: skip
+        client.wait_for(100)
+        client.stop()
+        assert client.values == list(range(1, len(client.values) + 1))
+    assert address_of(machine, name) == address
+    machine.nerdctl("rm", "--force", name)
+    assert machine.ns_exec(["ls", "/run/cedana/netns"]) == ""
+
+
+def test_connections_to_the_nodes_own_address_go_on_where_that_address_is(
+    bed: Bed, name: str, redis: Callable[[str], str]
+) -> None:
+    machine, address, reference = bed.node_a, redis("host"), bed.reference(name)
+    with RedisClient(bed.hub, address) as client:
+        client.start().wait_for(100)
+        machine.cedana("checkpoint", name, "--to", reference)
+        machine.nerdctl("rm", "--force", name)
+        assert "cedana_" in machine.ns_exec(["nft", "list", "tables"])
+        cedana = Path(sys.executable).with_name("cedana")
+        refused = bed.node_b.run([cedana, "restore", reference, "--allow", "host-network"], check=False)
+        assert refused.returncode == 4
+        assert f"bound to {address}, which this node does not have" in refused.stderr
+        machine.cedana("restore", reference, "--allow", "host-network")
+        client.wait_for(100)
+        client.stop()
+        assert client.values == list(range(1, len(client.values) + 1))
+    assert "cedana_" not in machine.ns_exec(["nft", "list", "tables"])
