@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv6Address
 
 Address = IPv4Address | IPv6Address
 
-ESTABLISHED, TIME_WAIT, CLOSE, LISTEN = 1, 6, 7, 10
+TIME_WAIT, CLOSE, LISTEN = 6, 7, 10
 """States of a TCP socket (net/tcp_states.h); an unconnected UDP socket is in CLOSE."""
 _ALL_STATES = 0xFFF & ~(1 << TIME_WAIT)
 
