@@ -170,7 +170,7 @@ class ArtifactWriter:
         index_upload = self._uploads.submit(self._store.write, INDEX, [body])
         record = replace(record, id=self.id, memory=self._memory())
         rootfs = self._rootfs_layer()
-        config = self._uploads.submit(self._store.write, IMAGE_CONFIG, [self._config(record)])
+        config = self._uploads.submit(self._store.write, IMAGE_CONFIG, [self._fitting_config(record)])
         layers = [self._criu.result(), index_upload.result(), *packs, self._spec.result()]
         if rootfs is not None:
             layers.insert(0, rootfs)
@@ -195,6 +195,15 @@ class ArtifactWriter:
         layer = self._rootfs.result()
         return replace(layer, annotations={**layer.annotations, LAYER_ROLE: ROOTFS_DIFF})
 
+    def _fitting_config(self, record: CheckpointRecord) -> bytes:
+        """The config, without what only people read where it would be larger than readers take."""
+        without_argv = replace(record, processes=tuple(replace(p, argv=()) for p in record.processes))
+        for fitting in (record, without_argv, replace(without_argv, files=(), sockets=())):
+            body = self._config(fitting)
+            if len(body) <= MAX_CONFIG_BYTES:
+                return body
+        raise ArtifactError(f"the record of the checkpoint is too large: {len(body)} bytes")
+
     def _config(self, record: CheckpointRecord) -> bytes:
         """The base image's config with our layer, our marker and our record in it."""
         config = dict(self._base_parts.config) or {"architecture": record.node.architecture, "os": "linux"}
@@ -214,10 +223,7 @@ class ArtifactWriter:
             if self._rootfs is None:
                 entry["empty_layer"] = True
             config["history"] = [*config["history"], entry]
-        body = dump_json(config)
-        if len(body) > MAX_CONFIG_BYTES:
-            raise ArtifactError(f"the record of the checkpoint is too large: {len(body)} bytes")
-        return body
+        return dump_json(config)
 
     def _annotations(self, record: CheckpointRecord) -> dict[str, str]:
         annotations = {

@@ -23,7 +23,7 @@ from base.errors import CedanaError, NotFoundError, UsageError
 from oci.blobs import Verified
 from oci.decode import dump_json, load_json
 from oci.errors import DigestError, StoreError
-from oci.http import Answer, Body, Client, ConnectionFailed, Scope, StatusError, finish
+from oci.http import DOCKER_HUB, Answer, Body, Client, ConnectionFailed, Scope, StatusError, finish
 from oci.manifest import IMAGE_INDEX, IMAGE_MANIFEST, MANIFEST_TYPES, MAX_MANIFEST_BYTES
 from oci.reference import Reference, is_digest, parse
 from oci.store import BlobReader, Buffer, Descriptor, Store
@@ -44,9 +44,11 @@ class Repository:
         self.registry = reference.registry
         self.repository = reference.repository
         self._client = Client(reference.registry, config)
-        self._base = f"/v2/{reference.repository}"
-        self._pull = Scope(reference.repository, "pull")
-        self._push = Scope(reference.repository, "pull,push")
+        if self.registry == DOCKER_HUB and "/" not in self.repository:
+            self.repository = f"library/{self.repository}"
+        self._base = f"/v2/{self.repository}"
+        self._pull = Scope(self.repository, "pull")
+        self._push = Scope(self.repository, "pull,push")
         self._referrers_lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -251,7 +253,7 @@ class Repository:
                 break
             except (ConnectionFailed, StatusError) as error:
                 if attempt == _ATTEMPTS or not _worth_repeating(error):
-                    self._cancel(location)
+                    self._cancel(location, error)
                     raise
             # The registry may have taken it and only the answer was lost.
             if self.exists(Descriptor("application/octet-stream", digest, size)):
@@ -273,8 +275,8 @@ class Repository:
                     size += length
             digest = f"sha256:{hasher.hexdigest()}"
             self._commit(location, digest, ())
-        except BaseException:
-            self._cancel(location)
+        except BaseException as error:
+            self._cancel(location, error)
             raise
         return digest, size
 
@@ -340,7 +342,10 @@ class Repository:
             attempts=1 if body else _ATTEMPTS,
         )
 
-    def _cancel(self, location: str) -> None:
+    def _cancel(self, location: str, failure: BaseException) -> None:
+        """Have the registry drop an upload, unless `failure` says that it does not answer anyway."""
+        if isinstance(failure, ConnectionFailed):
+            return
         with suppress(CedanaError):
             self._client.fetch(
                 "DELETE", location, self._push, "cancel an upload", expect=(204, 404), attempts=1

@@ -127,13 +127,18 @@ def test_blobs_of_every_size_come_back(repository: Repository, monkeypatch: pyte
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Cuts two connections of this thread, each in the middle of a MiB it sends."""
+    """Cuts two connections of this thread, each in the middle of what it sends."""
     broken: list[int] = []
+    sent = 0
     send = socket.socket.sendall
 
     def sendall(sock: socket.socket, data: bytes, *flags: int) -> None:
-        if len(data) == 1 << 20 and len(broken) < 2 and threading.current_thread() is threading.main_thread():
-            broken.append(sock.send(data[:700_000]))
+        nonlocal sent
+        if threading.current_thread() is threading.main_thread():
+            sent += len(data)
+        if sent > 700_000 and len(broken) < 2:
+            sent = 0
+            broken.append(sock.send(data[:70_000]))
             sock.close()
             raise ConnectionResetError("cut by the test")
         send(sock, data, *flags)

@@ -24,6 +24,7 @@ from oci.index import CHUNK_BYTES
 from oci.layout import Layout
 from oci.manifest import LAYER_GZIP, LAYER_ZSTD, Manifest
 from oci.pages import Run
+from oci.record import ProcessRecord
 from oci.store import Descriptor, Store, read_blob
 from oci.transfer import copy
 from tests.artifacts import CRIU_IMAGES, MEMORY_ADDRESS, RECORD, SPEC, layer_tar, put_checkpoint, put_image
@@ -174,6 +175,13 @@ def test_memory_pages_of_criu_are_not_stored_twice(put: Callable[..., Artifact],
     (tmp_path / "out").mkdir()
     artifact.extract_criu_images(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(CRIU_IMAGES)
+
+
+def test_record_too_large_for_readers_loses_what_only_people_read(put: Callable[..., Artifact]) -> None:
+    processes = tuple(ProcessRecord(pid, 1, "shell", argv=("x" * 100_000,)) for pid in range(1, 200))
+    artifact = put(record=replace(RECORD, processes=processes))
+    assert [process.pid for process in artifact.record.processes] == list(range(1, 200))
+    assert {process.argv for process in artifact.record.processes} == {()}
 
 
 def test_without_a_tag_the_id_is_the_tag(put: Callable[..., Artifact], layout: Layout) -> None:

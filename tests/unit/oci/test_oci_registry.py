@@ -200,6 +200,33 @@ def test_silent_registry_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPat
     assert len(server.requests) == 1
 
 
+def test_registry_that_stops_reading_an_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http, "_DATA_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def begin_and_fall_asleep() -> None:
+            connection, _ = listener.accept()
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 202 OK\r\nLocation: /up\r\nContent-Length: 0\r\n\r\n")
+            connections.append(connection)
+
+        connections: list[socket.socket] = []
+        thread = threading.Thread(target=begin_and_fall_asleep, daemon=True)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="stopped answering"):
+            Repository(Reference(f"127.0.0.1:{port}", "web"), Config()).write("a/b", [bytes(64 << 20)])
+        assert time.monotonic() - began < 5
+        thread.join()
+        connections[0].close()
+
+
+def test_short_name_on_docker_hub_is_an_official_image() -> None:
+    assert str(Repository(Reference("docker.io", "redis"), Config())) == "docker.io/library/redis"
+
+
 def test_registry_that_speaks_plain_http_is_told_where_tls_was_tried(serve: Serve) -> None:
     server = serve(lambda request: Answer(200))
     client = http.Client(server.host, Config())
