@@ -215,7 +215,11 @@ class Node(Machine):
         )
         for command in ("containers", "images", "snapshots", "leases"):
             found[command] = self.ctr(command, "ls").splitlines()[1:]
-        found["files"] = [path for path in found["files"] if not path.startswith("/var/lib/cedana/log/")]
+        found["files"] = [
+            path
+            for path in found["files"]
+            if not path.startswith("/var/lib/cedana/log/") and "/rootfs/" not in path
+        ]
         return State({kind: Counter(items) for kind, items in found.items()})
 
     def install_cni(self, plugins: Path) -> None:
