@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from shim.bootstrap import socket_path
+from shim.flags import Flags
 from tests.node.containerds import IMAGE, Containerd, Done, containerd, normal, wait_until
 
 STOCK = "io.containerd.runc.v2"
@@ -145,7 +147,8 @@ def _published(daemon: Containerd, runtime: str) -> Transcript:
     daemon.ctr("tasks", "resume", "c1")
     daemon.ctr("tasks", "kill", "--signal", "KILL", "c1")
     daemon.wait_for("c1", "STOPPED")
-    daemon.ctr("tasks", "rm", "c1")
+    removed = daemon.ctr("tasks", "rm", "c1")
+    assert removed.status in (0, 137), removed.err
     return list(events.until("/tasks/delete"))
 
 
@@ -191,10 +194,20 @@ def _nerdctl(daemon: Containerd, runtime: str) -> Transcript:
 def test_clients_see_what_they_see_with_containerds_own_shim(
     daemon: Containerd, name: str, scenario: Scenario
 ) -> None:
-    stock = scenario(daemon, STOCK)
-    daemon.remove(name)
     ours = scenario(daemon, OURS)
+    for _ in range(5):  # on a busy machine the stock shim now and then loses the end of an output or an event
+        daemon.remove(name)
+        if (stock := scenario(daemon, STOCK)) == ours:
+            break
     assert ours == stock
+
+
+def test_the_last_event_of_a_life_is_always_told(daemon: Containerd, name: str) -> None:
+    for _ in range(5):
+        told = [str(line).split()[0] for line in _published(daemon, OURS)]
+        daemon.remove(name)
+        assert told[0] == "/tasks/create"
+        assert told[-2:] == ["/tasks/exit", "/tasks/delete"]
 
 
 @pytest.mark.parametrize("runtime", [STOCK, OURS])
@@ -236,7 +249,7 @@ def test_a_container_outlives_a_restart_of_containerd(daemon: Containerd, name: 
     events = daemon.events()
     daemon.ctr("tasks", "kill", "--signal", "KILL", name)
     daemon.wait_for(name, "STOPPED")
-    assert events.until("/tasks/exit")
+    assert events.until("/tasks/exit")[-1].startswith("/tasks/exit ")
 
 
 def test_a_shim_that_is_killed_leaves_nothing(daemon: Containerd, name: str) -> None:
@@ -246,28 +259,26 @@ def test_a_shim_that_is_killed_leaves_nothing(daemon: Containerd, name: str) -> 
     (shim,) = daemon.shims()
     os.kill(shim, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the container is gone")
-    bundle = daemon.state / "io.containerd.runtime.v2.task" / "default" / name
+    bundle = daemon.state / "io.containerd.runtime.v2.task" / daemon.namespace / name
     wait_until(lambda: not bundle.exists(), "the bundle is gone")
     assert [line.split()[0] for line in events.until("/tasks/delete")] == ["/tasks/exit", "/tasks/delete"]
     assert str(bundle) not in Path("/proc/self/mountinfo").read_text()
-    assert not Path(f"/run/containerd/runc/default/{name}").exists()
+    assert not Path(f"/run/containerd/runc/{daemon.namespace}/{name}").exists()
 
 
 def test_lives_leave_no_shim_no_socket_and_no_descriptor(daemon: Containerd, name: str) -> None:
-    def traces() -> tuple[list[int], set[str], int]:
-        sockets = set(os.listdir("/run/containerd/s"))
-        return daemon.shims(), sockets, len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    flags = Flags(namespace=daemon.namespace, address=str(daemon.socket), id=name)
+    socket = socket_path("/run/containerd/s", flags, name)
 
     _run(daemon, OURS, "true")
     wait_until(lambda: not daemon.shims(), "the first shim has ended")
-    before = traces()
+    before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
     for _ in range(3):
         assert _run(daemon, OURS, "echo", "hi").out == "hi\n"
     wait_until(lambda: not daemon.shims(), "the shims have ended")
-    shims, sockets, descriptors = traces()
-    assert shims == []
-    assert sockets <= before[1]
-    assert descriptors <= before[2] + 2  # containerd keeps an idle connection or two
+    assert not os.path.exists(socket)
+    after = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    assert after <= before + 2, "containerd keeps an idle connection or two, no more"
 
 
 def test_a_shim_is_likelier_to_be_killed_for_memory_than_containerd(daemon: Containerd, name: str) -> None:
@@ -307,7 +318,7 @@ def test_an_oom_kill_is_told(daemon: Containerd, name: str) -> None:
         "head -c 200m /dev/zero | tail -c 190m",
         options=("--memory-limit", "16777216"),
     )
-    assert events.until("/tasks/oom"), done
+    assert any(line.startswith("/tasks/oom ") for line in events.until("/tasks/oom")), done
 
 
 def test_a_checkpoint_is_restored_where_it_was(daemon: Containerd, name: str) -> None:
