@@ -54,10 +54,10 @@ def checkpoint(
             result = engine.checkpoint(
                 described, store, reference.tag, base, options, participants(), config, trace
             )
-        warnings: list[str] = []
+        warnings = [*result.warnings]
         if not options.leave_running:
             with trace.step("remove task"):
-                warnings = _remove_task(client, record.id, result.id)
+                warnings += _remove_task(client, record.id, result.id)
     return Checkpointed(record.id, described.name, reference, result, tuple(warnings))
 
 

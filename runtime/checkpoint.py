@@ -47,6 +47,8 @@ class CheckpointResult:
     frozen_s: float
     """From the freeze to the thaw, or to the end of the container."""
     steps: Sequence[Step]
+    warnings: tuple[str, ...] = ()
+    """What the probe found that stops nothing but should be known."""
 
 
 def checkpoint(
@@ -117,6 +119,7 @@ def checkpoint(
         stored_bytes=writer.stored_bytes,
         frozen_s=frozen_s,
         steps=tuple(trace.steps),
+        warnings=stopped.warnings,
     )
 
 

@@ -42,6 +42,8 @@ _HINTS = (
     (r"mismatched lsm|lsm profile", "the security modules (AppArmor, SELinux) differ between the nodes"),
     (r"No space left on device", "free space under the run directory (run_dir in /etc/cedana/config.toml)"),
     (r"suspending seccomp", "CRIU needs CAP_SYS_ADMIN in the initial user namespace"),
+    (r"failed to allocate all requested IPs", "the network (CNI) cannot give the container the"
+     " address it had: free it on this node, or restore with --tcp close"),
     (r"CPU|cpu: .* (required|not supported)", "this node's CPU lacks features the program already uses"),
     (r"iptables-restore|nft", "install nftables, or set `network-lock skip`"),
     (r"fsnotify: Can't dump that handle|Can't find suitable path for handle",
@@ -74,15 +76,15 @@ def write_config(path: Path, settings: CriuSettings) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def failure(log: Path, keep_in: Path, name: str) -> Failure:
-    """Read CRIU's `log`, keep a copy as `<keep_in>/<time>-<name>.log`, and say what was decisive."""
+def failure(log: Path, keep_in: Path, name: str, runc_error: str = "") -> Failure:
+    """What was decisive in CRIU's `log` and in what runc said; keeps the log as `<keep_in>/<time>-<name>.log`."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
         return Failure("CRIU wrote no log", "check that `criu check` passes: run `cedana check`", None)
     errors = [line for line in text.splitlines() if "Error (" in line and not _HARMLESS.search(line)]
     line = re.sub(r"^\(\d+\.\d+\)\s*", "", errors[0]).strip() if errors else text.strip()[-200:]
-    joined = "\n".join(errors)
+    joined = "\n".join([*errors, runc_error])
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, joined)), "")
     keep_in.mkdir(mode=0o700, parents=True, exist_ok=True)
     kept = keep_in / f"{time.strftime('%Y%m%dT%H%M%S')}-{name}.log"

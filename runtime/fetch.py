@@ -126,7 +126,7 @@ def _apply_difference(artifact: Artifact, mounts: Sequence[Mount]) -> None:
     layers = rootfs.overlay_dirs(mounts)
     try:
         with artifact.rootfs_diff() as stream:
-            rootfs.apply(stream, layers.upper, layers.lower)
+            rootfs.apply(stream, layers.upper, layers.lower, user_xattr=layers.user_xattr)
     except OSError as error:
         raise RestoreError(
             "the root filesystem's difference could not be written",

@@ -19,7 +19,7 @@ from typing import Any
 from base.config import Config
 from base.trace import Trace
 from hooks.participant import CriuSettings, Participant, Target
-from runtime import criu, mounts
+from runtime import criu, mounts, privileges
 from runtime.container import Container
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.manifest import DumpManifest
@@ -66,6 +66,7 @@ def restore(
             options={**manifest.options, **request.options},
         )
         with trace.step("probe"):
+            privileges.check(request.images, container.spec)
             _probe(target, manifest, mounts.check(request.images), participants, settings)
         with trace.step("prepare"):
             for participant in participants:
@@ -177,10 +178,10 @@ def _run(request: RestoreRequest, target: Target, config: Config, scratch: Path,
     status = _spawn(argv, request.stdio, environment)
     if status != 0:
         name = f"{container.namespace}-{container.id}-restore"
-        failure = criu.failure(request.work / "restore.log", config.log_dir, name)
+        runc_error = last_error(log) or f"runc ended with status {status}"
+        failure = criu.failure(request.work / "restore.log", config.log_dir, name, runc_error)
         raise RestoreError(
-            f"CRIU could not restore container {container.name or container.id}:"
-            f" {last_error(log) or f'runc ended with status {status}'}",
+            f"CRIU could not restore container {container.name or container.id}: {runc_error}",
             hint=f"{failure.hint or 'the log says more'} (whole log: {failure.log})"
             if failure.log
             else failure.hint,

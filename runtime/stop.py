@@ -43,6 +43,7 @@ class StoppedContainer:
 
     criu: CriuSettings = field(init=False, default_factory=CriuSettings)
     report: Report = field(init=False)
+    warnings: tuple[str, ...] = field(init=False, default=())
     _source: Source = field(init=False)
     _freezer: Freezer = field(init=False)
     _undo: ExitStack = field(init=False, default_factory=ExitStack)
@@ -85,6 +86,11 @@ class StoppedContainer:
         findings = [*self.report.findings]
         for participant in self.participants:
             findings += participant.probe_source(self._source, self.criu)
+        self.warnings = tuple(
+            f"{finding.message}; {finding.hint}" if finding.hint else finding.message
+            for finding in findings
+            if not finding.fatal
+        )
         refuse(findings, f"container {self.container.name or self.container.id} cannot be checkpointed")
 
     def dump(self, images: Path, work: Path) -> None:
