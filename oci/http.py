@@ -35,8 +35,7 @@ from urllib3.exceptions import (
 from base.config import Config
 from oci import credentials
 from oci.errors import AuthError, StoreError
-from oci.pages import worker_count
-from oci.store import Buffer
+from oci.store import Buffer, worker_count
 
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0

@@ -23,7 +23,7 @@ import zstandard
 from base.trace import Trace
 from oci.errors import ArtifactError, DigestError
 from oci.index import CHUNK_BYTES, ZERO, Chunk, Extent, Index, check_name
-from oci.store import BlobReader, Buffer, Descriptor, Store
+from oci.store import BlobReader, Buffer, Descriptor, Store, worker_count
 
 PAGES = "application/vnd.cedana.checkpoint.pages.v1+zstd"
 PACK_BYTES = 32 << 20
@@ -36,13 +36,9 @@ _ZEROS = bytes(CHUNK_BYTES)
 _LEVEL = 1
 _SAMPLES = 4
 _SAMPLE_BYTES = 4096
+_PIECE_BYTES = 1 << 20
 _WORTH = 0.95
 """A chunk is compressed when that leaves less than this part of it."""
-
-
-def worker_count() -> int:
-    """Two more than cores, for those that wait for the store; at least four transfers at a time."""
-    return max(4, min(16, (os.cpu_count() or 1) + 2))
 
 
 @dataclass(slots=True)
@@ -427,75 +423,77 @@ class PageReader:
         progress: _Progress,
         stop: threading.Event,
     ) -> None:
-        decoder = _Decoder()
+        decompressor = zstandard.ZstdDecompressor()
         chunks = self._index.chunks
         for first, last in _spans([chunks[number] for number in numbers]):
-            wanted = numbers[first:last]
-            begin = chunks[wanted[0]].offset
-            end = chunks[wanted[-1]].offset + chunks[wanted[-1]].stored
+            begin = chunks[numbers[first]].offset
+            end = max(chunks[number].offset + chunks[number].stored for number in numbers[first:last])
             with self._store.open(self._packs[pack], begin, end - begin) as blob:
-                position = begin
-                for number in wanted:
+                pieces = _Pieces(blob, begin, end)
+                for number in numbers[first:last]:
                     if stop.is_set():
                         return
                     chunk = chunks[number]
-                    decoder.skip(blob, chunk.offset - position)
-                    position = chunk.offset + chunk.stored
-                    data = decoder.read(blob, chunk)
+                    data = _verified(pieces.take(chunk.offset, chunk.stored), chunk, decompressor)
                     for target in targets[number]:
                         _write_at(target.fd, data[target.start : target.start + target.length], target.offset)
                     progress.add(chunk.stored)
 
 
-def _spans(chunks: Sequence[Chunk], gap: int = 1 << 20) -> Iterator[tuple[int, int]]:
+def _spans(chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
     """Positions [first, last) of chunks near enough to each other to be read in one go."""
     first = 0
     for position in range(1, len(chunks)):
         before = chunks[position - 1]
-        if chunks[position].offset > before.offset + before.stored + gap:
+        if chunks[position].offset > before.offset + before.stored + _PIECE_BYTES:
             yield first, position
             first = position
     yield first, len(chunks)
 
 
-class _Decoder:
-    """Reads and verifies chunks for one worker, through one buffer."""
+class _Pieces:
+    """Bytes [begin, end) of a pack, read a MiB at a time; taken in ascending order of offset."""
 
-    def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(CHUNK_BYTES))
-        self._decompressor = zstandard.ZstdDecompressor()
+    def __init__(self, blob: BlobReader, begin: int, end: int) -> None:
+        self._blob = blob
+        self._piece = memoryview(b"")
+        self._start = begin
+        self._read = begin
+        self._end = end
 
-    def skip(self, blob: BlobReader, size: int) -> None:
-        if size < 0:
-            raise ArtifactError("the page index has overlapping chunks")
-        while size:
-            got = blob.readinto(self._buffer[: min(size, CHUNK_BYTES)])
-            if not got:
+    def take(self, offset: int, size: int) -> memoryview:
+        if offset + size > self._read:
+            rest = self._piece[offset - self._start :]
+            wanted = min(self._end - self._read, max(_PIECE_BYTES, offset + size - self._read))
+            more = self._blob.read(wanted)
+            if len(more) < wanted:
                 raise DigestError("a page pack is truncated")
-            size -= got
+            # Views of the piece before are gone by now or keep it alive.
+            self._piece = memoryview(bytes(rest) + more if rest else more)
+            self._start = self._read - len(rest)
+            self._read += wanted
+        return self._piece[offset - self._start :][:size]
 
-    def read(self, blob: BlobReader, chunk: Chunk) -> memoryview:
-        stored = self._buffer[: chunk.stored]
-        if blob.readinto(stored) != chunk.stored:
-            raise DigestError("a page pack is truncated")
-        data = stored if chunk.stored == chunk.length else self._decompress(stored, chunk.length)
-        if blake3.blake3(data).digest() != chunk.digest:
-            raise DigestError(
-                "a chunk of memory in the checkpoint is not what its index promises",
-                hint="the artifact was damaged or tampered with; make or fetch it again",
-            )
-        return data
 
-    def _decompress(self, frame: memoryview, length: int) -> memoryview:
+def _verified(stored: memoryview, chunk: Chunk, decompressor: zstandard.ZstdDecompressor) -> memoryview:
+    """The bytes of a chunk; raises `DigestError` when they are not those of its hash."""
+    data = stored
+    if chunk.stored < chunk.length:
         try:
             # The size in the frame's own header decides how much is allocated.
-            if zstandard.frame_content_size(frame) != length:
+            if zstandard.frame_content_size(stored) != chunk.length:
                 raise DigestError("a chunk of memory in the checkpoint has another size than its index says")
-            return memoryview(self._decompressor.decompress(frame))
+            data = memoryview(decompressor.decompress(stored))
         except zstandard.ZstdError as error:
             raise DigestError(
                 "a chunk of memory in the checkpoint cannot be decompressed", details=str(error)
             ) from error
+    if blake3.blake3(data).digest() != chunk.digest:
+        raise DigestError(
+            "a chunk of memory in the checkpoint is not what its index promises",
+            hint="the artifact was damaged or tampered with; make or fetch it again",
+        )
+    return data
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

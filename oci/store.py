@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -107,6 +108,12 @@ class Store(Protocol):
 
 
 _PIECE = 1 << 20
+
+
+def worker_count() -> int:
+    """How many threads hash, compress and transfer: two more than cores, for those that wait for the
+    store; at least four transfers at a time."""
+    return max(4, min(16, (os.cpu_count() or 1) + 2))
 
 
 def read_blob(store: Store, descriptor: Descriptor, limit: int) -> bytes:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from base.trace import Trace
 from oci.artifact import ARTIFACT_TYPE, Artifact
 from oci.manifest import Manifest
-from oci.pages import worker_count
-from oci.store import Descriptor, Store
+from oci.store import Descriptor, Store, worker_count
 
 STEP = "copy"
 
