@@ -15,6 +15,7 @@ from tests.node.bed import HUB_ADDRESS, Bed
 def failing_registry(bed: Bed, status: int, after_bytes: int = 0) -> Iterator[str]:
     """host:port, on the hub, of a registry that fails once more than `after_bytes` were uploaded to it."""
     received = 0
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -35,14 +36,18 @@ def failing_registry(bed: Bed, status: int, after_bytes: int = 0) -> Iterator[st
         do_PATCH = do_POST
 
         def _read(self) -> None:
-            nonlocal received
             if self.headers.get("Transfer-Encoding", "") == "chunked":
                 while length := int(self.rfile.readline(), 16):
-                    received += len(self.rfile.read(length))
+                    self._count(self.rfile.read(length))
                     self.rfile.readline()
                 self.rfile.readline()
             else:
-                received += len(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+                self._count(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+        def _count(self, body: bytes) -> None:
+            nonlocal received
+            with lock:
+                received += len(body)
 
         def _answer(self, otherwise: int) -> None:
             answer = status if received > after_bytes or not after_bytes else otherwise
