@@ -41,7 +41,7 @@ _WORTH = 0.95
 """A chunk is compressed when that leaves less than this part of it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Window:
     """What was added of one aligned range: pieces in the order of their addresses."""
 
@@ -52,14 +52,14 @@ class _Window:
     chunk: int = ZERO
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pack:
     buffers: list[Buffer] = field(default_factory=list)
     size: int = 0
     number: int = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stored:
     """Where a chunk went; `pack.number` is known when the pack is stored."""
 
@@ -307,8 +307,8 @@ def _extents(windows: Sequence[_Window]) -> Iterator[Extent]:
 class _Encoder:
     """Compresses chunks for one worker, and leaves alone what does not get smaller.
 
-    Compressing incompressible memory costs more than all else together. So after a chunk that did not
-    get smaller, the next is sampled first: neighbours in memory are alike.
+    Finding out that memory does not compress takes time too. So after a chunk that did not get smaller,
+    a sample of the next decides whether it is tried at all: neighbours in memory are alike.
     """
 
     def __init__(self) -> None:
@@ -393,7 +393,11 @@ class PageReader:
                 raise
 
         with ThreadPoolExecutor(min(worker_count(), len(jobs) or 1)) as pool:
-            list(pool.map(run, jobs))
+            try:
+                list(pool.map(run, jobs))
+            except BaseException:
+                stop.set()
+                raise
 
     def _plan(self, name: str, runs: Sequence[Run], targets: dict[int, list[_Target]]) -> None:
         extents = self._index.objects.get(name)
