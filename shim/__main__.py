@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from shim.flags import FlagError, parse
+from base.errors import CedanaError
+from shim.flags import FlagError, Flags, parse
 
 _USAGE = 2
 
@@ -19,10 +20,17 @@ def main(argv: list[str]) -> int:
     except FlagError as error:
         print(error, file=sys.stderr)
         return _USAGE
+    try:
+        return _run(flags, argv[0])
+    except (CedanaError, OSError, ValueError) as error:
+        return _fail(str(error))
+
+
+def _run(flags: Flags, program: str) -> int:
     if flags.version:
         from shim.info import cedana_version
 
-        print(f"{argv[0].rsplit('/', 1)[-1]}:\n  Version:  {cedana_version()}\n")
+        print(f"{program.rsplit('/', 1)[-1]}:\n  Version:  {cedana_version()}\n")
         return 0
     if flags.info:
         from shim.info import info
@@ -31,12 +39,9 @@ def main(argv: list[str]) -> int:
     if not flags.namespace:
         return _fail("shim namespace cannot be empty")
     if flags.action == "start":
-        from shim.bootstrap import BootstrapError, start
+        from shim.bootstrap import start
 
-        try:
-            return start(flags)
-        except (BootstrapError, OSError) as error:
-            return _fail(str(error))
+        return start(flags)
     if flags.action == "delete":
         from shim.delete import delete
 

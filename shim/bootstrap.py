@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from base.errors import CedanaError
 from shim import wire
 from shim.flags import Flags
 
@@ -30,7 +31,7 @@ _DEBUG_LEVEL = -4
 _OOM_SCORE_MAX = 1000
 
 
-class BootstrapError(Exception):
+class BootstrapError(CedanaError):
     """The shim cannot be started; containerd shows the sentence."""
 
 
@@ -46,15 +47,15 @@ class Parameters:
         self.debug = flags.debug
         self.shim_cgroup = ""
         self.events_address = os.environ.get("TTRPC_ADDRESS", "")
+        identity = (flags.id.encode(), flags.namespace.encode())
         try:
             fields = list(wire.decode(data))
-        except wire.WireError as error:
+            if (dict(fields).get(1), dict(fields).get(2)) == identity:
+                self._read_bootstrap(fields)
+            else:
+                self._read_options(fields)
+        except ValueError as error:  # WireError, UnicodeDecodeError
             raise BootstrapError(f"the parameters on stdin are malformed: {error}") from error
-        identity = (flags.id.encode(), flags.namespace.encode())
-        if (dict(fields).get(1), dict(fields).get(2)) == identity:
-            self._read_bootstrap(fields)
-        else:
-            self._read_options(fields)
 
     def _read_bootstrap(self, fields: list[tuple[int, int | bytes]]) -> None:
         self.bootstrap_protocol = True
@@ -179,16 +180,22 @@ def _serve(flags: Flags, listener: socket.socket, address: str, parameters: Para
         os.dup2(log, 2)
     for start, end in ((3, fd), (fd + 1, os.sysconf("SC_OPEN_MAX"))):
         os.closerange(start, end)
-    from shim import daemon
+    try:
+        from shim import daemon
 
-    return daemon.serve(
-        namespace=flags.namespace,
-        containerd_address=flags.address,
-        events_address=parameters.events_address,
-        listener=socket.socket(fileno=fd),
-        address=address,
-        debug=parameters.debug,
-    )
+        return daemon.serve(
+            namespace=flags.namespace,
+            containerd_address=flags.address,
+            events_address=parameters.events_address,
+            listener=socket.socket(fileno=fd),
+            address=address,
+            debug=parameters.debug,
+        )
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        return 1
 
 
 def _place(pid: int, cgroup: str) -> None:

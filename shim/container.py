@@ -35,7 +35,7 @@ from shim.execs import Exec
 from shim.init import Checkpoint, Deleted, Init
 from shim.mounts import Mount
 from shim.oci import OciRuntime
-from shim.options import RuncOptions
+from shim.options import RESTORE_MARK, RuncOptions
 from shim.reaper import Reaper
 from shim.stdio import Owner, ProcessIO, Stdio
 
@@ -43,8 +43,6 @@ RESTORE_FROM = "ai.cedana.restore-from"
 ON_INCOMPATIBLE = "ai.cedana.on-incompatible"
 COLD_START = "cold-start"
 ENV_MARKER = "CEDANA_CHECKPOINT"
-RESTORE_MARK = "cedana-restore"
-"""A file in the bundle of a container that is (to be) restored: `delete` cleans up after it."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9]+(?:[._-](?:[A-Za-z0-9]+))*")
 _UNMOUNT_RETRIES = 50
@@ -246,6 +244,9 @@ class Container:
             await self._engine.call("discard")
         except EngineFailure as error:
             log.error("the engine could not clean up", id=self.id, error=error)
+        else:
+            # `delete` follows, when a new container of this name may already be getting prepared.
+            (self.bundle / RESTORE_MARK).unlink()
 
 
 def check_identifier(text: str) -> None:

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from base.config import Config, load
@@ -20,11 +19,13 @@ from base.errors import CedanaError
 from runtime.runc import Runc, last_error
 from shim import mounts, options, wire
 from shim.flags import Flags
+from shim.options import RESTORE_MARK
 
 _KILLED = 128 + 9
 _UNMOUNT_TRIES = 25
 _UNMOUNT_PAUSE_S = 0.02
-_RUNC_TIMEOUT_S = 4.0
+_RUNC_TIMEOUT_S = 2.5
+_DISCARD_TIMEOUT_S = 1.5
 """containerd gives the whole command five seconds."""
 
 
@@ -50,7 +51,7 @@ def _delete_container(bundle: Path, flags: Flags, config: Config) -> None:
         return  # the usual case: the shim has deleted it
     log = bundle / "runc-delete.json"
     runc = Runc(config.tool(settings.binary_name or "runc"), root, log, settings.systemd_cgroup)
-    argv = replace(runc).delete(flags.id, force=True)
+    argv = runc.delete(flags.id, force=True)
     environment = {"PATH": config.tool_path()}
     try:
         done = subprocess.run(
@@ -81,20 +82,21 @@ def _unmount(rootfs: Path) -> None:
 
 
 def _discard(bundle: Path, flags: Flags) -> None:
-    """Have the engine remove what a restore made; it goes on when we are done."""
-    if not (bundle / "cedana-restore").exists():
+    """Have the engine remove what a restore made; the mark is there if the shim did not come to it."""
+    if not (bundle / RESTORE_MARK).exists():
         return
     request = {"id": flags.id, "namespace": flags.namespace, "bundle": str(bundle)}
-    engine = subprocess.Popen(
-        [sys.executable, "-P", "-m", "runtime", "discard"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert engine.stdin is not None
-    engine.stdin.write(json.dumps(request).encode())
-    engine.stdin.close()
+    try:
+        subprocess.run(
+            [sys.executable, "-P", "-m", "runtime", "discard"],
+            input=json.dumps(request).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=True,
+            timeout=_DISCARD_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        _warn(f"failed to clean up after a restore: {error}")
 
 
 def _pid(bundle: Path) -> int:

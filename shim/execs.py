@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,10 +66,15 @@ class Exec(Process):
 
     async def start(self) -> None:
         self.state.require("start")
-        await self.io.open()
         try:
+            await self.io.open()
             await self._start()
-        except TaskError:
+        except BaseException:
+            if self.pid:  # it runs, but its streams cannot be connected
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, 9)
+                self.pid = 0
+            await self.io.close()
             self.never_began()
             raise
         self.state = Running()

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -221,11 +222,23 @@ class Init(Process):
     async def _create(self) -> None:
         if not self.stdio.terminal:
             self.pid = await self._runc_create("")
-            self.io.start_copies()
+            async with self._deleted_on_failure():
+                self.io.start_copies()
             return
         with ConsoleSocket() as socket:
             self.pid = await self._runc_create(socket.path)
-            await self.io.attach_console(await socket.receive())
+            async with self._deleted_on_failure():
+                await self.io.attach_console(await socket.receive())
+
+    @asynccontextmanager
+    async def _deleted_on_failure(self) -> AsyncIterator[None]:
+        """A process whose streams cannot be connected must not stay."""
+        try:
+            yield
+        except BaseException:
+            with suppress(TaskError):
+                await self.runtime.delete(self.id, force=True)
+            raise
 
     async def _runc_create(self, console_socket: str) -> int:
         return await self.runtime.create(
@@ -250,11 +263,13 @@ class Init(Process):
         if not self.stdio.terminal:
             fds = self.io.child_fds or ()
             self.pid = await self._engine_restore(checkpoint, "", fds)
-            self.io.start_copies()
+            async with self._deleted_on_failure():
+                self.io.start_copies()
             return
         with ConsoleSocket() as socket:
             self.pid = await self._engine_restore(checkpoint, socket.path, ())
-            await self.io.attach_console(await socket.receive())
+            async with self._deleted_on_failure():
+                await self.io.attach_console(await socket.receive())
 
     async def _engine_restore(
         self, checkpoint: Checkpoint, console_socket: str, stdio: tuple[int, ...]

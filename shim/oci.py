@@ -123,10 +123,10 @@ class OciRuntime:
     async def update(self, container_id: str, resources: bytes) -> None:
         await self._run("OCI runtime update failed", lambda runc: runc.update(container_id), stdin=resources)
 
-    async def delete(self, container_id: str) -> None:
+    async def delete(self, container_id: str, *, force: bool = False) -> None:
         """Remove the container. One that runc no longer knows (after a checkpoint) is no error."""
         try:
-            await self._run("failed to delete task", lambda runc: runc.delete(container_id))
+            await self._run("failed to delete task", lambda runc: runc.delete(container_id, force=force))
         except RuncFailure as error:
             if "does not exist" not in error.text:
                 raise

@@ -25,6 +25,9 @@ RUNTIME_OPTIONS = "runtimeoptions.v1.Options"
 CHECKPOINT_OPTIONS = "containerd.runc.v1.CheckpointOptions"
 PROCESS_DETAILS = "containerd.runc.v1.ProcessDetails"
 
+RESTORE_MARK = "cedana-restore"
+"""A file in the bundle of a container that is (to be) restored, until what that made is removed."""
+
 DEFAULT_ROOT = "/run/containerd/runc"
 
 

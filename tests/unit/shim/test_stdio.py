@@ -173,6 +173,13 @@ def test_streams_that_cannot_be_are_refused(tmp_path: Path, uri: str, message: s
     async def life(shim: Shim) -> None:
         with pytest.raises(CallFailed, match=message):
             await shim.create("one", stdout=uri, stderr=uri)
+        assert not (shim.runc_root / "one").exists(), "the container stayed"
+        await shim.run("two")
+        with pytest.raises(CallFailed, match=message):
+            await shim.exec("two", "e", "exec sleep 60", stdout=uri, stderr=uri)
+        pids = (await shim.call("Pids", api.PidsRequest(id="two"))).processes
+        assert len(pids) == 1, "the exec'd process stayed"
+        await shim.delete("two", "e")
 
     run(tmp_path, life)
 
