@@ -35,6 +35,8 @@ from tests.node.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
 TOOLS = Path(os.environ.get("CEDANA_TOOLS_DIR", "/opt/cedana/node/bin"))
+CONTAINERD_1_7 = Path("/opt/cedana/node-1.7/bin")
+"""containerd's older line and its ctr (packaging/node/install --containerd-1.7)."""
 MACHINE = Path(__file__).with_name("machine.py")
 BASE_PREFIX = "cedana-bed-"
 BASES = Path("/var/tmp")
@@ -181,9 +183,13 @@ class Machine:
 class Node(Machine):
     """A machine with a containerd of its own, configured as docs and packages do it, at the default paths."""
 
-    def __init__(self, name: str, base: Path, number: int, registry: str, cgroup_version: int) -> None:
+    def __init__(
+        self, name: str, base: Path, number: int, registry: str, cgroup_version: int, containerd: Path
+    ) -> None:
         self.address = f"10.88.{number}.1"
         self.registry = registry
+        self.tools = containerd
+        """Where this node's containerd and ctr are."""
         super().__init__(
             name,
             base,
@@ -196,7 +202,7 @@ class Node(Machine):
                 "log": "/var/log",
             },
             files={
-                "/etc/containerd/config.toml": _containerd_config(),
+                "/etc/containerd/config.toml": _containerd_config(containerd),
                 "/etc/cedana/config.toml": f'plain_http = ["{registry}"]\ntools_dir = "{TOOLS}"\n',
                 "/etc/cni/net.d/10-bed.conflist": json.dumps(_cni_config(number)),
                 "/etc/nerdctl/nerdctl.toml": 'insecure_registry = true\ncni_path = "/opt/cni/bin"\n',
@@ -229,10 +235,11 @@ class Node(Machine):
     def start_containerd(self) -> None:
         with open(self.base / "log" / "containerd.log", "ab") as log:
             self.containerd = self.popen(
-                [TOOLS / "containerd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [self.tools / "containerd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         wait_until(
-            lambda: self.run([TOOLS / "ctr", "version"], check=False).returncode == 0, "containerd answers"
+            lambda: self.run([self.tools / "ctr", "version"], check=False).returncode == 0,
+            "containerd answers",
         )
 
     def stop_containerd(self) -> None:
@@ -241,7 +248,7 @@ class Node(Machine):
         terminate(self.containerd)
 
     def ctr(self, *arguments: str | Path, **options: Any) -> str:
-        return self.ns_exec([TOOLS / "ctr", *arguments], **options)
+        return self.ns_exec([self.tools / "ctr", *arguments], **options)
 
     def nerdctl(self, *arguments: str | Path, **options: Any) -> str:
         return self.ns_exec([TOOLS / "nerdctl", *arguments], **options)
@@ -328,8 +335,8 @@ class Node(Machine):
 
     def remove_container(self, name: str) -> None:
         """Whatever is left of the container `name`, away with it."""
-        self.run([TOOLS / "ctr", "tasks", "rm", "--force", name], check=False)
-        self.run([TOOLS / "ctr", "containers", "rm", name], check=False)
+        self.run([self.tools / "ctr", "tasks", "rm", "--force", name], check=False)
+        self.run([self.tools / "ctr", "containers", "rm", name], check=False)
         self._release_address(name)
 
     def _release_address(self, name: str) -> None:
@@ -415,8 +422,16 @@ class Bed:
 
 
 @contextmanager
-def bed(cgroup_version: int = 0) -> Iterator[Bed]:
-    """A running bed; everything of it is gone afterwards, whatever happened."""
+def bed(cgroup_version: int = 0, containerd: Path = TOOLS) -> Iterator[Bed]:
+    """A running bed; everything of it is gone afterwards, whatever happened.
+
+    `cgroup_version` 0 is the machine's own; `containerd` the directory of the nodes' containerd and ctr.
+    """
+    if os.geteuid() != 0:
+        raise PermissionError("the test bed needs root: it makes namespaces, mounts and cgroups")
+    for program in (containerd / "containerd", TOOLS / "docker-registry"):
+        if not program.exists():
+            raise FileNotFoundError(f"{program} is missing: run packaging/node/install")
     _remove_stale()
     version = cgroup_version or cgroups.default_version()
     plugins = images.cni_plugins()
@@ -426,7 +441,8 @@ def bed(cgroup_version: int = 0) -> Iterator[Bed]:
     registry = f"{HUB_ADDRESS}:{REGISTRY_PORT}"
     hub = Machine("hub", base / "hub", version)
     nodes = [
-        Node(name, base / name, number, registry, version) for number, name in ((1, "node-a"), (2, "node-b"))
+        Node(name, base / name, number, registry, version, containerd)
+        for number, name in ((1, "node-a"), (2, "node-b"))
     ]
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, base, ignore_errors=True)
@@ -511,9 +527,9 @@ def _remove_stale() -> None:
             shutil.rmtree(base, ignore_errors=True)
 
 
-def _containerd_config() -> str:
+def _containerd_config(tools: Path) -> str:
     shim = _bin() / "containerd-shim-cedana-v1"
-    if _containerd_major() == 1:
+    if _containerd_major(tools) == 1:
         return (
             'version = 2\n[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.cedana]\n'
             f'  runtime_type = "io.containerd.runc.v2"\n  runtime_path = "{shim}"\n'
@@ -525,8 +541,8 @@ def _containerd_config() -> str:
     )
 
 
-def _containerd_major() -> int:
-    done = subprocess.run([TOOLS / "containerd", "--version"], capture_output=True, text=True, check=True)
+def _containerd_major(tools: Path) -> int:
+    done = subprocess.run([tools / "containerd", "--version"], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[2].lstrip("v").split(".")[0])
 
 

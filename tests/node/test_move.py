@@ -7,12 +7,13 @@ on B by `cedana`), and proves the state on B.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.node.bed import Bed, Node, wait_until
+from tests.node.bed import CONTAINERD_1_7, Bed, Node, wait_until
+from tests.node.bed import bed as running_bed
 from tests.node.clients import HttpClient, PostgresClient, RedisClient
 
 PROGRAMS = (
@@ -231,20 +232,34 @@ def test_checkpoint_in_a_layout_needs_no_registry(bed: Bed, name: str) -> None:
     verify_workload(node_b, name)
 
 
-@pytest.mark.parametrize("version", [2])
-def test_move_on_nodes_with_cgroup_v2(version: int, v2_bed: Bed) -> None:
-    name = f"v2-{os.urandom(2).hex()}"
-    start_workload(v2_bed, name, "threads")
-    v2_bed.move(name)
-    verify_workload(v2_bed.node_b, name)
+def test_move_on_other_nodes(other_bed: Bed) -> None:
+    """A client stays connected, and an artifact runs as an image, on every kind of node there is."""
+    node_a, node_b = other_bed.nodes
+    node_a.run_container(other_bed.image("redis"), "moving")
+    with RedisClient(other_bed.hub, node_a.container_address("moving")) as client:
+        client.start().wait_for(100)
+        other_bed.move("moving")
+        client.wait_for(100)
+        client.stop()
+        assert client.values == list(range(1, len(client.values) + 1))
+    start_workload(other_bed, "image", "threads")
+    reference = other_bed.reference("image")
+    node_a.cedana("checkpoint", "image", "--to", reference)
+    node_b.ctr("images", "pull", "--plain-http", reference)
+    node_b.run_container(reference, "image", network=False)
+    verify_workload(node_b, "image")
 
 
-@pytest.fixture(scope="module")
-def v2_bed() -> Iterator[Bed]:
-    """A bed of its own, whose nodes see nothing but a cgroup v2 tree."""
-    from tests.node.bed import bed as running_bed
+OTHER_NODES: dict[str, dict[str, Any]] = {
+    "cgroup-v2": {"cgroup_version": 2},
+    "containerd-1.7": {"containerd": CONTAINERD_1_7},
+}
 
-    with running_bed(cgroup_version=2) as made:
+
+@pytest.fixture(params=OTHER_NODES)
+def other_bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
+    """A bed of its own, whose nodes see only a cgroup v2 tree, or run containerd's older line."""
+    with running_bed(**OTHER_NODES[request.param]) as made:
         yield made
 
 
