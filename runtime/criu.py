@@ -77,7 +77,7 @@ def write_config(path: Path, settings: CriuSettings) -> None:
 
 
 def failure(log: Path, keep_in: Path, name: str, runc_error: str = "") -> Failure:
-    """What was decisive in CRIU's `log` and in what runc said; keeps the log as `<keep_in>/<time>-<name>.log`."""
+    """What was decisive in CRIU's `log` and what runc said; the log is kept in `keep_in` under `name`."""
     try:
         text = log.read_text(errors="replace")
     except OSError:

@@ -7,6 +7,7 @@ starting `runc pause` inside the freeze would cost more than the freeze.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from pathlib import Path
 from runtime.errors import EngineError
 
 _FREEZE_TIMEOUT_S = 10.0
+_CLONE_VFORK = 0x4000
+_CLONE_CALLS = {"x86_64": (58, 56), "aarch64": (-1, 220)}
+"""machine: numbers of vfork (aarch64 has none) and clone."""
+_CLONE3 = 435
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,27 @@ class Freezer:
         return (self.path / "freezer.state").read_text().strip() == "FROZEN"
 
     def freeze(self) -> None:
-        """Stop every process; raises `EngineError` (after thawing again) if one does not stop."""
+        """Stop every process, none of them in the middle of a vfork(2); raises `EngineError`, everything
+        running again, if that does not come about.
+
+        The parent of a vfork sleeps until its child executes a program or ends, so CRIU, for whom it would
+        have to stop, would wait for it in vain while the child is frozen.
+        """
         deadline = time.monotonic() + _FREEZE_TIMEOUT_S
+        pause_s = 0.0005
+        self._stop(deadline)
+        while (pid := next((pid for pid in self.pids() if _awaits_vfork(pid)), None)) is not None:
+            self.thaw()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"process {pid} was between vfork() and exec() whenever it was stopped",
+                    hint="try again: that moment passes",
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.02)
+            self._stop(deadline)
+
+    def _stop(self, deadline: float) -> None:
         pause_s = 0.0002
         self._write(frozen=True)
         while not self.frozen:
@@ -105,6 +129,33 @@ class Freezer:
         except FileNotFoundError:
             if frozen:
                 raise EngineError("the container ended", details=f"{self.path} is gone") from None
+
+
+def _awaits_vfork(pid: int) -> bool:
+    """Whether a thread of the frozen process `pid` sleeps in vfork(2), or in what amounts to it."""
+    vfork, clone = _CLONE_CALLS.get(platform.machine(), (-1, -1))
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        for thread in threads:
+            # "number arg0 … sp pc", or "running", or "-1 sp pc" outside system calls (proc(5))
+            words = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+            number = int(words[0]) if len(words) > 1 else -1
+            if number == vfork >= 0:
+                return True
+            if number == clone >= 0 and int(words[1], 16) & _CLONE_VFORK:
+                return True
+            if number == _CLONE3 and _word(pid, int(words[1], 16)) & _CLONE_VFORK:
+                return True
+    except OSError:
+        return False
+    return False
+
+
+def _word(pid: int, address: int) -> int:
+    """The 64-bit word at `address` of a process: the flags that open `struct clone_args`."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        return int.from_bytes(memory.read(8), "little")
 
 
 def _cgroup_mounts() -> Iterator[tuple[str, Path]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from runtime.freezer import Freezer
 from runtime.sockets import Socket, outside_peers, refused, sockets_of
 from runtime.watches import paths_of, watched
 
+_SECOND_LOOKS = 3
 _GHOST_LIMIT_MIN = 1 << 20
 """CRIU's own default for the size of a deleted file it carries."""
 
@@ -182,19 +184,31 @@ def _kind(path: str, mode: int) -> str:
 
 
 def _foreign(processes: Sequence[Process], init: int) -> Iterator[Finding]:
-    """Processes that entered from outside (`exec`) and what they started: not init's descendants."""
-    parents = {process.host_pid: _parent(process.host_pid) for process in processes}
-    for process in processes:
-        pid = process.host_pid
-        while pid in parents and pid != init:
-            pid = parents[pid]
-        if pid != init:
-            yield Finding(
-                f"process {process.pid} ({' '.join(process.command)[:60] or process.name}) was started by an"
-                " exec from outside and is tied to it",
-                hint="end the exec session first; only the container's own process tree can move",
-                fatal=True,
-            )
+    """Processes that entered from outside (`exec`) and what they started: not init's descendants.
+
+    Looks again before it says so: a parent may have died, and its child gone to another, in between.
+    """
+    suspects = [process for process in processes if not _descends(process.host_pid, init)]
+    for _ in range(_SECOND_LOOKS):
+        if not suspects:
+            return
+        time.sleep(0.005)
+        suspects = [process for process in suspects if not _descends(process.host_pid, init)]
+    for process in suspects:
+        yield Finding(
+            f"process {process.pid} ({' '.join(process.command)[:60] or process.name}) was started by an"
+            " exec from outside and is tied to it",
+            hint="end the exec session first; only the container's own process tree can move",
+            fatal=True,
+        )
+
+
+def _descends(pid: int, init: int) -> bool:
+    """Whether `pid` is `init` or one of its descendants, or gone."""
+    ancestor = pid
+    while ancestor not in (0, init):
+        ancestor = _parent(ancestor)
+    return ancestor == init or not os.path.exists(f"/proc/{pid}")
 
 
 def _refused(process: Process) -> Iterator[Finding]:

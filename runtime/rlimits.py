@@ -9,16 +9,17 @@ PTRACE_O_SUSPEND_SECCOMP), so a container that has both, other users and seccomp
 
 from __future__ import annotations
 
-import array
 import fcntl
 import os
 import platform
 import select
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from hooks.participant import Finding
@@ -54,28 +55,39 @@ def refused(pids: Sequence[int]) -> Iterator[Finding]:
         )
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """How to start a program whose reads we answer."""
+
+    prefix: tuple[str, ...] = ()
+    """Goes before its command line."""
+    pass_fds: tuple[int, ...] = ()
+
+
 @contextmanager
-def answering(pids: Sequence[int]) -> Iterator[Callable[[], None] | None]:
-    """Yields what `subprocess` must call in the child (`preexec_fn`) for it to read the limits of `pids`;
-    None where nothing is needed."""
+def answering(pids: Sequence[int]) -> Iterator[Launcher]:
+    """While the block runs, what is started by the launcher can read the limits of `pids`."""
     machine = _MACHINES.get(platform.machine())
     if machine is None or _may_read_limits() or not _of_other_users(pids):
-        yield None
+        yield Launcher()
         return
-    program = syscalls.bpf_program(_filter(*machine))
     ours, theirs = socket.socketpair()
-
-    def install() -> None:
-        listener = syscalls.seccomp_listener(program)
-        theirs.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener]))])
-
     thread = threading.Thread(target=_serve, args=(ours,), name="rlimits")
     thread.start()
     try:
-        yield install
+        fd = theirs.fileno()
+        yield Launcher((sys.executable, "-P", "-m", "runtime.rlimits", str(fd)), (fd,))
     finally:
         theirs.close()
         thread.join()
+
+
+def _launch(fd: int, argv: Sequence[str]) -> None:
+    """Become `argv`, filtered; the listener goes to whoever holds the other end of the socket `fd`."""
+    listener = syscalls.seccomp_listener(syscalls.bpf_program(_filter(*_MACHINES[platform.machine()])))
+    with socket.socket(fileno=fd) as theirs:
+        socket.send_fds(theirs, [b"."], [listener])
+    os.execv(argv[0], list(argv))
 
 
 def limits_of(pid: int) -> list[tuple[int, int]]:
@@ -168,3 +180,7 @@ def _answer(listener: int) -> None:
         fcntl.ioctl(listener, _SEND, _RESPONSE.pack(identity, 0, error, 0))
     except FileNotFoundError:
         return  # the caller was killed meanwhile (ENOENT)
+
+
+if __name__ == "__main__":
+    _launch(int(sys.argv[1]), sys.argv[2:])

@@ -28,6 +28,10 @@ from runtime.freezer import Freezer
 from runtime.probe import Report, probe
 from runtime.runc import last_error
 
+_CRIU_TIMEOUT_S = 10
+_THREADS_PER_S = 100
+"""How long CRIU may take to stop what is stopped already: its own default, and more for many threads."""
+
 
 @dataclass
 class StoppedContainer:
@@ -98,9 +102,15 @@ class StoppedContainer:
         images.mkdir(mode=0o700, exist_ok=True)
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         criu_config = self.scratch / "criu.conf"
+        threads = sum(process.threads for process in self.report.processes)
         settings = CriuSettings(
             self.criu.flags,
-            [*self.criu.values, ("network-lock", "skip"), ("manage-cgroups", "ignore")],
+            [
+                *self.criu.values,
+                ("network-lock", "skip"),
+                ("manage-cgroups", "ignore"),
+                ("timeout", str(_CRIU_TIMEOUT_S + threads // _THREADS_PER_S)),
+            ],
         )
         criu.write_config(criu_config, settings)
         log = self.scratch / "runc.log"
@@ -113,14 +123,14 @@ class StoppedContainer:
             *self.runc_options,
             self.container.id,
         ]
-        with rlimits.answering(self.report.pids) as install:
+        with rlimits.answering(self.report.pids) as launcher:
             done = subprocess.run(
-                argv,
+                [*launcher.prefix, *argv],
+                pass_fds=launcher.pass_fds,
                 capture_output=True,
                 text=True,
                 check=False,
                 env=criu.environment(self.config),
-                preexec_fn=install,
             )
         if done.returncode != 0:
             self._raise_dump_failed(work / "dump.log", last_error(log) or done.stderr.strip())

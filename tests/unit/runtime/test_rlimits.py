@@ -24,10 +24,10 @@ print(libc.prlimit64(0, 7, None, ctypes.byref(pair)), pair[0])
 
 def read(pid: int, other: int) -> list[list[int]]:
     """What prlimit(2) says of RLIMIT_NOFILE of `pid` and of itself, in a process that may read `other`'s."""
-    with rlimits.answering([other]) as install:
-        assert install is not None
-        argv = [sys.executable, "-c", READ, str(pid)]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True, preexec_fn=install)
+    with rlimits.answering([other]) as launcher:
+        argv = [*launcher.prefix, sys.executable, "-c", READ, str(pid)]
+        assert launcher.prefix
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, pass_fds=launcher.pass_fds)
     return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
 
 
@@ -68,16 +68,16 @@ def test_its_own_limits_come_from_the_kernel_and_a_gone_process_is_an_error(othe
 
 @pytest.mark.usefixtures("without_capability")
 def test_nothing_is_filtered_for_processes_of_root() -> None:
-    with rlimits.answering([os.getpid()]) as install:
-        assert install is None
+    with rlimits.answering([os.getpid()]) as launcher:
+        assert launcher == rlimits.Launcher()
 
 
 def test_nothing_is_filtered_where_root_has_the_capability(
     monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
     monkeypatch.setattr(rlimits, "_may_read_limits", lambda: True)
-    with rlimits.answering([other]) as install:
-        assert install is None
+    with rlimits.answering([other]) as launcher:
+        assert launcher == rlimits.Launcher()
     assert not list(rlimits.refused([other]))
 
 
@@ -93,5 +93,8 @@ def test_other_users_under_seccomp_are_refused(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.usefixtures("without_capability")
 def test_a_child_that_cannot_start_leaves_no_thread(other: int) -> None:
-    with pytest.raises(FileNotFoundError), rlimits.answering([other]) as install:
-        subprocess.run(["/no/such/program"], preexec_fn=install, check=False)
+    with rlimits.answering([other]) as launcher:
+        argv = [*launcher.prefix, "/no/such/program"]
+        assert subprocess.run(argv, pass_fds=launcher.pass_fds, capture_output=True, check=False).returncode
+    with pytest.raises(FileNotFoundError), rlimits.answering([other]):
+        subprocess.run(["/no/such/program"], check=False)
