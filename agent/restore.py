@@ -253,7 +253,7 @@ def _explained(name: str) -> Iterator[None]:
         kind = IncompatibleError if isinstance(error, FailedPreconditionError) else RestoreError
         raise kind(
             f"container {name} could not be restored",
-            hint=error.hint or "nothing of it is left here; the checkpoint is intact",
+            hint=error.hint or "nothing of it is left here",
             details=(error.details or error.message).removeprefix("failed to create shim task: "),
         ) from error
 

@@ -77,7 +77,7 @@ def checkpoint(
             layers = rootfs.overlay_dirs(container.bundle / "rootfs")
         writer = cleanup.enter_context(ArtifactWriter(store, base, trace))
         cleanup.enter_context(stopped)
-        frozen_at = trace.elapsed_s()
+        frozen_at = next(step.start_s for step in reversed(trace.steps) if step.name == "freeze")
         with trace.step("dump"):
             stopped.dump(images, scratch / "criu")
         with trace.step("capture"):

@@ -65,6 +65,14 @@ def prefetch(
         source = {"digest": artifact.manifest.digest, "reference": str(reference) if reference else ""}
         with open(os.open(target / _SOURCE, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             json.dump(source, file)
+    except OSError as error:
+        discard(config, namespace, container_id)
+        raise RestoreError(
+            f"the checkpoint could not be laid out below {config.run_dir}: {error.strerror}",
+            hint="free space there: it needs as much as the container had memory (run_dir in"
+            " /etc/cedana/config.toml)",
+            details=str(error),
+        ) from error
     except BaseException:
         discard(config, namespace, container_id)
         raise
