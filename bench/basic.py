@@ -7,7 +7,8 @@ Peers': ctr container checkpoint --task --rw --image, ctr images push, ctr image
 Both move the same program between the same two nodes through the same registry, in turns. Its memory is half
 random bytes, which do not compress, and half text, which does. The base image is on both nodes beforehand.
 Freeze is what the program itself saw: the longest it was kept from running by a checkpoint that leaves it
-running. The first round warms up; of the others the median counts.
+running. What was written before is on disk (sync) when a timed part begins. The first round warms up; of the
+others the median counts.
 """
 
 from __future__ import annotations
@@ -86,8 +87,10 @@ def move_ours(made: Bed, mib: int) -> Round:
     name = start(made, OURS, mib)
     node_a.cedana("checkpoint", name, "--to", made.reference("freeze"), "--leave-running", timeout_s=600)
     freeze = longest_gap(made, name)
+    os.sync()
     reference = made.reference("bench")
     save = seconds(lambda: node_a.cedana("checkpoint", name, "--to", reference, timeout_s=600))
+    os.sync()
     back = seconds(lambda: node_b.cedana("restore", reference, timeout_s=600))
     verify(made, name)
     return Round(save, back, freeze)
@@ -109,6 +112,7 @@ def move_peers(made: Bed, mib: int) -> Round:
     saved = seconds(save)
     freeze = longest_gap(made, name)
     node_a.remove_container(name)
+    os.sync()
     back = seconds(bring_back)
     verify(made, name)
     for node in made.nodes:
@@ -121,7 +125,7 @@ def start(made: Bed, runtime: str, mib: int) -> str:
     argv = ("/usr/bin/python3", "/workloads/memory.py", str(mib))
     made.node_a.run_container(made.image("python"), name, *argv, runtime=runtime, network=False)
     wait_until(lambda: made.node_a.read(name, "/ticks"), "the memory is filled", 120)
-    time.sleep(1)
+    os.sync()
     return name
 
 

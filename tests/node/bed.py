@@ -237,10 +237,8 @@ class Node(Machine):
             self.containerd = self.popen(
                 [self.tools / "containerd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        wait_until(
-            lambda: self.run([self.tools / "ctr", "version"], check=False).returncode == 0,
-            "containerd answers",
-        )
+        ask = [self.tools / "ctr", "version"]
+        wait_until(lambda: self.run(ask, check=False).returncode == 0, "containerd answers")
 
     def stop_containerd(self) -> None:
         """Stop containerd alone: its shims and containers go on."""
