@@ -41,11 +41,9 @@ def run(made: Bed) -> None:
         client.start()
         client.wait_for(2000)
         print(f"  a client at {made.hub.name} is connected to {address}:6379 and sends INCR without pause\n")
-        with shown(node_a, "cedana", "checkpoint", NAME, "--to", reference):
-            node_a.cedana("checkpoint", NAME, "--to", reference)
+        cedana(node_a, "checkpoint", NAME, "--to", reference)
         sent = len(client.values)
-        with shown(node_b, "cedana", "restore", reference):
-            node_b.cedana("restore", reference)
+        cedana(node_b, "restore", reference)
         client.wait_for(2000)
         client.stop()
         after = identity(client, node_b)
@@ -92,11 +90,12 @@ def step(what: str) -> Iterator[None]:
     done("", began)
 
 
-@contextmanager
-def shown(node: Node, *command: str) -> Iterator[None]:
-    print(f"{node.name}# {' '.join(command)}", flush=True)
+def cedana(node: Node, *arguments: str) -> None:
+    """A command as a person types it, with what it answers: its result, and each step and its duration."""
+    print(f"{node.name}# cedana {' '.join(arguments)} --trace", flush=True)
     began = time.monotonic()
-    yield
+    answer = node.cedana(*arguments, "--trace")
+    print("".join(f"  {line}\n" for line in answer.rstrip().splitlines()), end="")
     done("", began)
 
 
