@@ -22,8 +22,11 @@ from oci.store import Descriptor, Store
 from runtime import criu, memory, record, rootfs
 from runtime.container import Container
 from runtime.manifest import DumpManifest
+from runtime.probe import Report
 from runtime.stop import StoppedContainer, make_scratch, remove_tree
 from runtime.unlinked import link_remaps
+
+_LARGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def checkpoint(
         cleanup.enter_context(stopped)
         frozen_at = next(step.start_s for step in reversed(trace.steps) if step.name == "freeze")
         with trace.step("dump"):
-            stopped.dump(images, scratch / "criu")
+            stopped.dump(images, scratch / "criu", leave_memory=_leaves_memory(stopped.report, options))
         with trace.step("capture"):
             captured = stopped.capture()
             processes = stopped.report.processes
@@ -91,7 +94,9 @@ def checkpoint(
                 stopped.resume()
             frozen_s = trace.elapsed_s() - frozen_at
         with trace.step("memory"):
-            memory_bytes = memory.store(images, writer.pages)
+            pids = {process.pid: process.host_pid for process in processes}
+            memory_bytes = memory.store(images, writer.pages, pids)
+            stopped.finish_dump()
         with trace.step("commit"):
             writer.add_criu_images(images)
             writer.add_spec(json.dumps(container.spec).encode())
@@ -121,6 +126,16 @@ def checkpoint(
         steps=tuple(trace.steps),
         warnings=stopped.warnings,
     )
+
+
+def _leaves_memory(report: Report, options: CheckpointOptions) -> bool:
+    """Whether the memory is read from the stopped processes themselves.
+
+    That spares a copy of all of it, but keeps the container stopped until it is all read: right for one that
+    ends anyway. For a small one it is not worth the trouble.
+    """
+    resident = sum(process.resident_bytes for process in report.processes)
+    return not options.leave_running and resident >= _LARGE_BYTES
 
 
 def dump(

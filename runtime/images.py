@@ -18,30 +18,51 @@ PAGE_SIZE = 4096
 _COMMON_MAGIC = 0x54564319
 _PAGEMAP_MAGIC = 0x56084025
 _MAX_IMAGE_BYTES = 1 << 30
-_PE_PRESENT = 1 << 2
+_PE_LAZY, _PE_PRESENT = 1 << 1, 1 << 2
+"""criu/include/pagemap.h: the pages can be asked for later; they are in the pages image."""
 
 Fields = dict[int, list[int | bytes]]
 
 
 @dataclass(frozen=True)
 class PageRun:
-    """`pages` pages from the virtual address `address`, whose bytes are in the pages image."""
+    """`pages` pages from the virtual address `address`."""
 
     address: int
     pages: int
+    in_process: bool = False
+    """Their bytes are still in the process (a lazy dump), not in the pages image."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.pages * PAGE_SIZE
 
 
 @dataclass(frozen=True)
 class PageMap:
-    """One `pagemap-*.img`: which runs of memory are in `pages-<pages_id>.img`, in file order."""
+    """One `pagemap-*.img`: the runs of memory of one process, in ascending order of address; what is in
+    `pages-<pages_id>.img` is there in the same order."""
 
     name: str
     pages_id: int
     runs: tuple[PageRun, ...]
 
     @property
+    def pid(self) -> int:
+        """The process, as the container numbers it; raises `EngineError` when it is not a process's."""
+        digits = self.name.removeprefix("pagemap-").removesuffix(".img")
+        if not digits.isdecimal():
+            raise EngineError(f"{self.name} is not the page map of a process")
+        return int(digits)
+
+    @property
     def size_bytes(self) -> int:
-        return sum(run.pages for run in self.runs) * PAGE_SIZE
+        return sum(run.size_bytes for run in self.runs)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the pages image."""
+        return sum(run.size_bytes for run in self.runs if not run.in_process)
 
 
 def page_maps(directory: Path) -> list[PageMap]:
@@ -58,9 +79,25 @@ def _page_map(path: Path) -> PageMap:
     for entry in entries:
         flags = number(entry, 4, default=_PE_PRESENT)
         pages = number(entry, 5, default=number(entry, 2))
-        if flags & _PE_PRESENT and not number(entry, 3):
-            runs.append(PageRun(number(entry, 1), pages))
+        if flags & (_PE_PRESENT | _PE_LAZY) and not number(entry, 3):
+            runs.append(PageRun(number(entry, 1), pages, in_process=not flags & _PE_PRESENT))
     return PageMap(path.name, number(head, 1), tuple(runs))
+
+
+def mark_present(path: Path) -> None:
+    """Rewrite the page map `path` of a lazy dump as a plain one's: every page is in the pages image."""
+    body = struct.pack("<II", _COMMON_MAGIC, _PAGEMAP_MAGIC)
+    for index, fields in enumerate(messages(path, _PAGEMAP_MAGIC)):
+        if index and number(fields, 4, default=_PE_PRESENT) & _PE_LAZY:
+            fields[4] = [_PE_PRESENT]
+        message = b"".join(
+            _encoded(field << 3) + _encoded(value)
+            for field, values in sorted(fields.items())
+            for value in values
+            if isinstance(value, int)
+        )
+        body += struct.pack("<I", len(message)) + message
+    path.write_bytes(body)
 
 
 def messages(path: Path, magic: int | None = None) -> Iterator[Fields]:
@@ -105,6 +142,14 @@ def parse(message: bytes) -> Fields:
                 raise EngineError(f"wire type {kind} in a CRIU image")
         fields.setdefault(key >> 3, []).append(value)
     return fields
+
+
+def _encoded(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
 
 
 def _varint(data: bytes, offset: int) -> tuple[int, int]:

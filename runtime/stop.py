@@ -7,10 +7,8 @@ block is left in any other way, an abort that undoes everything in reverse. `pro
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,16 +19,11 @@ from typing import Any
 from base.config import Config
 from base.trace import Trace
 from hooks.participant import CriuSettings, Finding, Participant, Source
-from runtime import criu, rlimits
 from runtime.container import Container
-from runtime.errors import CheckpointError, IncompatibleError
+from runtime.dump import Dump
+from runtime.errors import IncompatibleError
 from runtime.freezer import Freezer
 from runtime.probe import Report, probe
-from runtime.runc import last_error
-
-_CRIU_TIMEOUT_S = 10
-_THREADS_PER_S = 100
-"""How long CRIU may take to stop what is stopped already: its own default, and more for many threads."""
 
 
 @dataclass
@@ -51,6 +44,7 @@ class StoppedContainer:
     _source: Source = field(init=False)
     _freezer: Freezer = field(init=False)
     _undo: ExitStack = field(init=False, default_factory=ExitStack)
+    _dump: Dump | None = field(init=False, default=None)
     _thaws: bool = field(init=False, default=True)
 
     def __enter__(self) -> StoppedContainer:
@@ -97,43 +91,24 @@ class StoppedContainer:
         )
         refuse(findings, f"container {self.container.name or self.container.id} cannot be checkpointed")
 
-    def dump(self, images: Path, work: Path) -> None:
-        """Write the CRIU images of every process into `images`. The processes stay stopped."""
+    def dump(self, images: Path, work: Path, *, leave_memory: bool = False) -> None:
+        """Write the CRIU images of every process into `images`. The processes stay stopped.
+
+        With `leave_memory` what anonymous memory holds stays in the processes, to be read from there, and
+        CRIU waits until `finish_dump`.
+        """
         images.mkdir(mode=0o700, exist_ok=True)
-        work.mkdir(mode=0o700, parents=True, exist_ok=True)
-        criu_config = self.scratch / "criu.conf"
+        self._dump = dump = Dump(self.container, self.scratch, work, self.config)
+        self._undo.callback(dump.abandon)
         threads = sum(process.threads for process in self.report.processes)
-        settings = CriuSettings(
-            self.criu.flags,
-            [
-                *self.criu.values,
-                ("network-lock", "skip"),
-                ("manage-cgroups", "ignore"),
-                ("timeout", str(_CRIU_TIMEOUT_S + threads // _THREADS_PER_S)),
-            ],
-        )
-        criu.write_config(criu_config, settings)
-        log = self.scratch / "runc.log"
-        argv = [
-            self.config.tool(self.container.runc_binary),
-            *("--root", str(self._shadow_state(criu_config))),
-            *("--log", str(log), "--log-format", "json"),
-            "checkpoint",
-            *("--image-path", str(images), "--work-path", str(work), "--leave-running"),
-            *self.runc_options,
-            self.container.id,
-        ]
-        with rlimits.answering(self.report.pids) as launcher:
-            done = subprocess.run(
-                [*launcher.prefix, *argv],
-                pass_fds=launcher.pass_fds,
-                capture_output=True,
-                text=True,
-                check=False,
-                env=criu.environment(self.config),
-            )
-        if done.returncode != 0:
-            self._raise_dump_failed(work / "dump.log", last_error(log) or done.stderr.strip())
+        dump.start(images, self.criu, self.report.pids, threads, self.runc_options, leave_memory)
+        if not leave_memory:
+            self.finish_dump()
+
+    def finish_dump(self) -> None:
+        """Let CRIU end, if it waits; raises `CheckpointError` when it failed."""
+        if self._dump is not None:
+            self._dump.finish()
 
     def capture(self) -> dict[str, Any]:
         """What each participant has to say, by its name."""
@@ -141,6 +116,7 @@ class StoppedContainer:
 
     def resume(self) -> None:
         """Let the container go on."""
+        self.finish_dump()
         for participant in reversed(self.participants):
             participant.resume_source(self._source)
         if self._thaws:
@@ -149,6 +125,7 @@ class StoppedContainer:
 
     def destroy(self) -> None:
         """End every process without a word reaching the other end of its connections."""
+        self.finish_dump()
         self._freezer.kill()
         self._undo.pop_all()
         for participant in reversed(self.participants):
@@ -160,33 +137,6 @@ class StoppedContainer:
         if self._thaws:
             self._undo.callback(self._freezer.thaw)
             self._freezer.freeze()
-
-    def _shadow_state(self, criu_config: Path) -> Path:
-        """A copy of runc's state that differs only in the CRIU configuration it names.
-
-        runc learns of that file from the annotation the container was *created* with; the copy makes any
-        runc container checkpointable, and runc's own record is never written to.
-        """
-        state = self.container.runc_state()
-        labels = state["config"].get("labels") or []
-        kept = [label for label in labels if not label.startswith(f"{criu.CONFIG_ANNOTATION}=")]
-        state["config"]["labels"] = [*kept, f"{criu.CONFIG_ANNOTATION}={criu_config}"]
-        root = self.scratch / "runc"
-        directory = root / self.container.id
-        directory.mkdir(mode=0o700, parents=True)
-        with open(os.open(directory / "state.json", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            json.dump(state, file)
-        return root
-
-    def _raise_dump_failed(self, log: Path, runc_error: str) -> None:
-        name = f"{self.container.namespace}-{self.container.id}-dump"
-        failure = criu.failure(log, self.config.log_dir, name)
-        hint = failure.hint or "the container runs on; the log says more"
-        raise CheckpointError(
-            f"CRIU could not dump container {self.container.name or self.container.id}: {runc_error}",
-            hint=f"{hint} (whole log: {failure.log})" if failure.log else hint,
-            details=failure.line,
-        )
 
 
 def refuse(findings: Sequence[Finding], what: str) -> None:

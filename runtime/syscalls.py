@@ -9,6 +9,7 @@ import struct
 from collections.abc import Sequence
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
 # The same numbers on every architecture (linux, include/uapi/asm-generic/unistd.h).
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
@@ -165,6 +166,21 @@ def user_namespace(uid_map: str, gid_map: str) -> int:
         os.close(ready)
         os.close(parent_done)
         os.waitpid(pid, 0)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def process_vm_readv(pid: int, address: int, into: bytearray) -> int:
+    """Read memory of process `pid` from `address` on (process_vm_readv(2)); returns how many bytes."""
+    buffer = (ctypes.c_char * len(into)).from_buffer(into)
+    local = _IoVec(ctypes.addressof(buffer), len(into))
+    remote = _IoVec(address, len(into))
+    read = _libc.process_vm_readv(
+        ctypes.c_int(pid), ctypes.byref(local), 1, ctypes.byref(remote), 1, ctypes.c_ulong(0)
+    )
+    return _check(read, "process_vm_readv")
 
 
 def _check(result: int, name: str) -> int:

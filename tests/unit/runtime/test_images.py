@@ -44,8 +44,30 @@ def test_page_map_lists_present_runs_in_file_order(tmp_path: Path) -> None:
         )
     )
     (found,) = images.page_maps(tmp_path)
-    assert (found.name, found.pages_id, found.size_bytes) == ("pagemap-7.img", 3, 5 * 4096)
-    assert [(run.address, run.pages) for run in found.runs] == [(0x10000, 4), (0x7F0000000000, 1)]
+    assert (found.name, found.pages_id, found.pid) == ("pagemap-7.img", 3, 7)
+    assert (found.file_bytes, found.size_bytes) == (5 * 4096, 14 * 4096)
+    assert [(run.address, run.pages, run.in_process) for run in found.runs] == [
+        (0x10000, 4, False), (0x90000, 9, True), (0x7F0000000000, 1, False)
+    ]  # fmt: skip
+
+
+def test_a_lazy_page_map_becomes_a_plain_one(tmp_path: Path) -> None:
+    lazy, both = 1 << 1, 1 << 1 | 1 << 2
+    path = tmp_path / "pagemap-7.img"
+    path.write_bytes(
+        image(
+            number(1, 3),
+            number(1, 0x7F0000000000) + number(2, 9) + number(4, lazy),
+            number(1, 0x7F1000000000) + number(2, 2) + number(4, both),
+            number(1, 0x7F2000000000) + number(2, 1) + number(4, 4),
+        )
+    )
+    images.mark_present(path)
+    (found,) = images.page_maps(tmp_path)
+    assert found.file_bytes == found.size_bytes == 12 * 4096
+    before = path.read_bytes()
+    images.mark_present(path)
+    assert path.read_bytes() == before
 
 
 def test_a_page_that_is_in_the_parent_is_not_in_this_image(tmp_path: Path) -> None:

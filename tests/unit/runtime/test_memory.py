@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def dump(directory: Path, name: str, pages_id: int, runs: list[tuple[int, bytes]
 def stored(tmp_path: Path, source: Path) -> PageReader:
     store = Layout(tmp_path / "layout")
     writer = PageWriter(store, Trace())
-    memory.store(source, writer)
+    memory.store(source, writer, {})
     index, packs = writer.close()
     return PageReader(store, index, packs)
 
@@ -58,7 +60,7 @@ def test_fewer_pages_than_the_map_lists_is_an_error(tmp_path: Path) -> None:
     dump(tmp_path, "pagemap-1.img", 1, [(0x1000, os.urandom(2 * PAGE))])
     os.truncate(tmp_path / "pages-1.img", PAGE)
     with pytest.raises(CheckpointError, match="fewer pages"):
-        memory.store(tmp_path, PageWriter(Layout(tmp_path / "layout"), Trace()))
+        memory.store(tmp_path, PageWriter(Layout(tmp_path / "layout"), Trace()), {})
 
 
 @pytest.mark.parametrize("pages", [[1, 1], [(1 << 40), 2]])
@@ -75,3 +77,32 @@ def test_hostile_page_maps_are_refused_before_a_file_is_made(tmp_path: Path, pag
     with pytest.raises(RestoreError):
         memory.load(target, reader, Trace(), "memory")
     assert not list(target.glob("pages-*"))
+
+
+def test_memory_a_lazy_dump_left_is_read_from_the_process(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    held = mmap.mmap(-1, 3000 * PAGE)
+    held[: 1500 * PAGE] = os.urandom(1500 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(held))
+    lazy = number(1, address) + number(2, 3000) + number(4, 2)
+    stack = os.urandom(2 * PAGE)
+    (source / "pagemap-1.img").write_bytes(
+        image(number(1, 5), lazy, number(1, address + (1 << 30)) + number(2, 2) + number(4, 4))
+    )
+    (source / "pages-5.img").write_bytes(stack)
+    store = Layout(tmp_path / "layout")
+    writer = PageWriter(store, Trace())
+    assert memory.store(source, writer, {1: os.getpid()}) == 3002 * PAGE
+    index, packs = writer.close()
+    (target / "pagemap-1.img").write_bytes((source / "pagemap-1.img").read_bytes())
+    memory.load(target, PageReader(store, index, packs), Trace(), "memory")
+    assert (target / "pages-5.img").read_bytes() == held[:] + stack
+
+
+def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    lazy = number(1, 0x1000) + number(2, 1) + number(4, 2)
+    (tmp_path / "pagemap-1.img").write_bytes(image(number(1, 5), lazy))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        memory.store(tmp_path, PageWriter(Layout(tmp_path / "layout"), Trace()), {1: os.getpid()})
