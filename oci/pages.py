@@ -8,6 +8,7 @@ the GIL). Nothing is copied that need not be: packs hold views of the caller's m
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
@@ -33,12 +34,25 @@ _MAX_DOUBLINGS = 5
 _BATCH_WINDOWS = 16
 _QUEUED_BATCHES = 64
 _ZEROS = bytes(CHUNK_BYTES)
-_LEVEL = 1
+_COMPRESSION = zstandard.ZstdCompressionParameters.from_level(
+    1, source_size=CHUNK_BYTES, min_match=6, target_length=2, write_checksum=False
+)
+"""Half way to the negative levels: 1.5 times as fast as level 1 on text, a tenth more on the wire."""
 _SAMPLES = 4
 _SAMPLE_BYTES = 4096
 _PIECE_BYTES = 1 << 20
 _WORTH = 0.95
 """A chunk is compressed when that leaves less than this part of it."""
+
+
+def _keep_freed_memory() -> None:
+    """Have malloc keep what is freed: by default a chunk's buffer is mapped, zeroed by the kernel page after
+    page, and unmapped again each time, which costs as much as decompressing it."""
+    libc = ctypes.CDLL(None)
+    if mallopt := getattr(libc, "mallopt", None):  # glibc's alone
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        mallopt(m_mmap_threshold, 32 << 20)
+        mallopt(m_trim_threshold, 512 << 20)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +88,7 @@ class PageWriter:
     """Stores memory objects, given piece by piece in ascending order of address."""
 
     def __init__(self, store: Store, trace: Trace, workers: int = 0) -> None:
+        _keep_freed_memory()
         self.total_bytes = 0
         self.zero_bytes = 0
         self._store = store
@@ -312,7 +327,7 @@ class _Encoder:
     """
 
     def __init__(self) -> None:
-        self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
+        self._compressor = zstandard.ZstdCompressor(compression_params=_COMPRESSION)
         self._doubtful = True
 
     def encode(self, data: memoryview) -> Buffer:
@@ -353,6 +368,7 @@ class _Target:
 
 class PageReader:
     def __init__(self, store: Store, index: Index, packs: Sequence[Descriptor]) -> None:
+        _keep_freed_memory()
         self._store = store
         self._index = index
         self._packs = packs

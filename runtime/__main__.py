@@ -82,7 +82,7 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
         config,
         trace,
     )
-    fetch.discard(config, request["namespace"], request["id"])
+    fetch.discard_behind(config, request["namespace"], request["id"])
     return {"pid": pid}
 
 

@@ -84,6 +84,22 @@ def discard(config: Config, namespace: str, container_id: str) -> None:
     shutil.rmtree(directory(config, namespace, container_id), ignore_errors=True)
 
 
+def discard_behind(config: Config, namespace: str, container_id: str) -> None:
+    """`discard`, in a process of its own: freeing gigabytes of images takes a while that nobody waits for."""
+    doomed = config.run_dir / "restore" / f".doomed-{os.urandom(8).hex()}"
+    try:
+        directory(config, namespace, container_id).rename(doomed)
+    except FileNotFoundError:
+        return
+    os.posix_spawn(
+        "/bin/rm",
+        ["rm", "-rf", "--", str(doomed)],
+        {},
+        file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)],
+        setsid=True,
+    )
+
+
 def compatible(artifact: Artifact) -> None:
     """Raise `IncompatibleError` unless this node's processor can run what the artifact holds."""
     here, there = this_node(), artifact.record.node
