@@ -481,7 +481,7 @@ def _path(container_id: str, config: Config) -> Path:
 
 
 def _safe(container_id: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", container_id):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,159}", container_id):
         raise NetworkError(f"{container_id!r} is no container id")
     return container_id
 

@@ -23,7 +23,7 @@ from base.trace import Progress, Step, Trace
 from hooks import network
 from runtime import fetch
 from runtime.checkpoint import CheckpointOptions, dump
-from runtime.container import Container, Mount, load_spec
+from runtime.container import Container, Mount, load_spec, unique_id
 from runtime.participants import participants
 from runtime.restore import RestoreRequest, restore
 
@@ -88,7 +88,7 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
 
 def _discard(request: Request, config: Config, trace: Trace) -> Request:
     fetch.discard(config, request["namespace"], request["id"])
-    network.remove(request["id"], config)
+    network.remove(unique_id(request["namespace"], request["id"]), config)
     return {}
 
 

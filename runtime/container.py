@@ -44,6 +44,10 @@ class Container:
     runtime: str = ""
 
     @property
+    def unique_id(self) -> str:
+        return unique_id(self.namespace, self.id)
+
+    @property
     def state_dir(self) -> Path:
         return self.runc_root / self.id
 
@@ -61,6 +65,11 @@ class Container:
         if not isinstance(state, dict):
             raise EngineError(f"runc's state of container {self.id} is not an object", details=str(path))
         return state
+
+
+def unique_id(namespace: str, container_id: str) -> str:
+    """The id on this node: each of containerd's namespaces may have a container of the same id."""
+    return f"{namespace}.{container_id}"
 
 
 def load_spec(bundle: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def restore(
         cleanup.callback(remove_tree, scratch)
         settings = manifest.criu_settings()
         target = Target(
-            container_id=container.id,
+            container_id=container.unique_id,
             spec=json.loads(json.dumps(container.spec)),
             bundle=container.bundle,
             rootfs=container.bundle / "rootfs",
