@@ -175,6 +175,10 @@ class Client:
         request = api.CreateImageRequest(image=api.Image(name=name, target=target))
         self._call("images.v1.Images/Create", request, api.CreateImageResponse)
 
+    def delete_image(self, name: str) -> None:
+        """Remove the record, and wait until what only it needed is collected."""
+        self._call("images.v1.Images/Delete", api.DeleteImageRequest(name=name, sync=True), api.Empty)
+
     def has_content(self, digest: str) -> bool:
         try:
             request = api.ContentInfoRequest(digest=digest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +121,14 @@ def bring(
     with trace.step("unpack"):
         snapshot = unpack(client, image, snapshotter)
     return _name_image(client, artifact.record.container.image, image), snapshot
+
+
+def remove_new(client: Client, known: Collection[str], manifest_digest: str) -> None:
+    """Remove the image with this manifest if it is not among `known` names and no container uses it."""
+    for image in client.images():
+        unused = image.target.digest == manifest_digest and image.name not in known
+        if unused and not any(container.image == image.name for container in client.containers()):
+            client.delete_image(image.name)
 
 
 def unpack(client: Client, image: Image, snapshotter: str) -> str:

@@ -111,6 +111,9 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
         spec["annotations"] |= own.annotations(_on_host_network(spec)) | _annotations(pinned, options)
 
         undo.callback(fetch.discard, config, namespace, container_id)
+        if artifact.base is not None:
+            known = {known.name for known in client.images()}
+            undo.callback(_quietly, images.remove_new, client, known, artifact.base.digest)
         with ThreadPoolExecutor(1) as beside:
             bringing = beside.submit(images.bring, client, artifact, store, snapshotter, trace)
             fetch.prefetch(store, pinned, artifact, namespace, container_id, config, trace)

@@ -372,6 +372,14 @@ class CreateImageResponse(_message.Message):
     image: Image
     def __init__(self, image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
 
+class DeleteImageRequest(_message.Message):
+    __slots__ = ("name", "sync")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SYNC_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sync: bool
+    def __init__(self, name: _Optional[str] = ..., sync: _Optional[bool] = ...) -> None: ...
+
 class ListImagesRequest(_message.Message):
     __slots__ = ("filters",)
     FILTERS_FIELD_NUMBER: _ClassVar[int]

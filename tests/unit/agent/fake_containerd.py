@@ -85,6 +85,7 @@ class FakeContainerd:
                     lambda s, r: api.ListImagesResponse(images=s.images.values()),
                 ),
                 "Create": unary("Images/Create", api.CreateImageRequest, self._create_image),
+                "Delete": unary("Images/Delete", api.DeleteImageRequest, self._delete_image),
             },
             "content.v1.Content": {
                 "Info": unary("Content/Info", api.ContentInfoRequest, self._content_info),
@@ -200,6 +201,10 @@ class FakeContainerd:
             raise FileExistsError(f"image {request.image.name}")
         space.images[request.image.name] = request.image
         return api.CreateImageResponse(image=request.image)
+
+    def _delete_image(self, space: Space, request: Any) -> Any:
+        del space.images[request.name]
+        return api.Empty()
 
     def _content_info(self, space: Space, request: Any) -> Any:
         body = space.content[request.digest]

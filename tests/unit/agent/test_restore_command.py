@@ -53,7 +53,8 @@ def left_behind(containerd: FakeContainerd, config: Config) -> list[str]:
     snapshots = [key for key in space.snapshots if not key.startswith("sha256:")]
     fetched = [str(path) for path in (config.run_dir / "restore").rglob("*") if path.is_file()]
     own = [str(path) for path in (config.state_dir / "containers").rglob("*") if path.is_file()]
-    return [*space.containers, *space.tasks, *snapshots, *space.leases, *fetched, *own]
+    images = [name for name in space.images if "@" in name]
+    return [*space.containers, *space.tasks, *snapshots, *space.leases, *images, *fetched, *own]
 
 
 def record_of(containerd: FakeContainerd, container_id: str = "c1") -> tuple[api.Container, dict[str, Any]]:
