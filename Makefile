@@ -34,7 +34,8 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check . packaging/node/install
 	$(VENV)/bin/ruff format --check . packaging/node/install
 	$(VENV)/bin/mypy
-	cd packaging/node && MYPYPATH=../.. ../../$(VENV)/bin/mypy --strict --scripts-are-modules debian.py install
+	cd packaging/node && MYPYPATH=../.. ../../$(VENV)/bin/mypy --strict --cache-dir ../../.mypy_cache \
+		--scripts-are-modules debian.py install
 	$(VENV)/bin/lint-imports
 
 bench: setup

@@ -181,6 +181,19 @@ def test_new_installation_replaces_the_previous_one(tmp_path: Path, monkeypatch:
     assert len(filled) == 2
 
 
+def test_installation_depends_on_its_sources_and_on_nothing_left_beside_them() -> None:
+    sources = {path.name for path in (ROOT / "packaging/node").iterdir() if path.suffix in (".py", ".txt")}
+    assert sources == set(install.KEY_FILES)
+    key = install._key(install.CURRENT)
+    stray = ROOT / "packaging/node/.stray"
+    stray.touch()
+    try:
+        assert install._key(install.CURRENT) == key
+    finally:
+        stray.unlink()
+    assert install._key(install.CONTAINERD_1_7) != key
+
+
 def test_folder_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "node").mkdir()
     with pytest.raises(install.InstallError, match="move it away"):
