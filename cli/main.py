@@ -208,8 +208,10 @@ def run(argv: Sequence[str]) -> int:
         arguments = parser().parse_args(argv, Arguments(argv=argv))
         from agent import environment
 
-        arguments.run(arguments, environment.load(arguments.address, arguments.namespace))
-        sys.stdout.flush()
+        try:
+            arguments.run(arguments, environment.load(arguments.address, arguments.namespace))
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone is no surprise
     except CedanaError as error:
         return _fail(error, debug, as_json)
     except KeyboardInterrupt:

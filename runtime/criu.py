@@ -51,6 +51,7 @@ _HINTS = (
 )  # fmt: skip
 
 
+_LITTLE_BYTES = 64 << 10
 _HARMLESS = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE for self")
 """Errors that CRIU logs and goes on from."""
 
@@ -84,7 +85,9 @@ def failure(log: Path, keep_in: Path, name: str, runc_error: str = "") -> Failur
         return Failure("CRIU wrote no log", "check that `criu check` passes: run `cedana check`", None)
     errors = [line for line in text.splitlines() if "Error (" in line and not _HARMLESS.search(line)]
     line = re.sub(r"^\(\d+\.\d+\)\s*", "", errors[0]).strip() if errors else text.strip()[-200:]
-    joined = "\n".join([*errors, runc_error])
+    if not errors and _is_full(log.parent):  # even the log did not fit
+        line = f"No space left on device: {log.parent}"
+    joined = "\n".join([*errors, runc_error, line])
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, joined)), "")
     keep_in.mkdir(mode=0o700, parents=True, exist_ok=True)
     kept = keep_in / f"{time.strftime('%Y%m%dT%H%M%S')}-{name}.log"
@@ -94,6 +97,11 @@ def failure(log: Path, keep_in: Path, name: str, runc_error: str = "") -> Failur
     except OSError:
         return Failure(line, hint, None)
     return Failure(line, hint, kept)
+
+
+def _is_full(directory: Path) -> bool:
+    usage = os.statvfs(directory)
+    return usage.f_bavail * usage.f_frsize < _LITTLE_BYTES
 
 
 def version(config: Config) -> str:

@@ -186,10 +186,6 @@ def test_more_than_fits_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch
     assert "does not fit" in place.refuses(body).message
 
 
-def test_a_sparse_file_larger_than_files_can_be_is_refused(place: Place) -> None:
-    place.refuses(tar.header(Entry("s", Kind.REGULAR, size_bytes=(1 << 63) - 1, segments=())) + tar.END)
-
-
 class Endless:
     """A stream that never ends: a small compressed blob can be one."""
 

@@ -324,7 +324,7 @@ def test_an_oom_kill_is_told(daemon: Containerd, name: str) -> None:
 def test_a_checkpoint_is_restored_where_it_was(daemon: Containerd, name: str) -> None:
     """`ctr containers checkpoint --task` and `restore --live`, all inside containerd."""
     reference = "shim.test/checkpoint:1"
-    count = ("sh", "-c", "i=0; while :; do i=$((i+1)); echo $i > /count; sleep 0.05; done")
+    count = ("sh", "-c", "i=0; while :; do i=$((i+1)); echo $i > /new; mv /new /count; sleep 0.05; done")
     _start(daemon, OURS, *count)
     time.sleep(1)
     taken = daemon.ctr("containers", "checkpoint", "--rw", "--image", "--task", name, reference)

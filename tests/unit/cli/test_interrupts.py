@@ -36,6 +36,14 @@ def run_and_signal(number: int, at: str, steps: tuple[str, ...]) -> list[str]:
     return done
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Also where the tests run in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_the_operation_at_its_next_step(number: int) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -117,7 +125,9 @@ def test_long_steps_show_lines_where_there_is_no_terminal(capsys: pytest.Capture
     assert lines[1].startswith("memory: 1.5")
 
 
-def test_long_steps_show_bars_on_a_terminal() -> None:
+def test_long_steps_show_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
     class Terminal:
         def __init__(self) -> None:
             self.text = ""
