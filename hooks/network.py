@@ -35,6 +35,8 @@ from hooks.sockdiag import Address, Socket
 _CRIU_KEY = "extRootNetNS"
 _REBUILT = frozenset({"loopback", "veth", "dummy"})
 """Kinds of interface that can be made again without knowing more of the node."""
+_TRIES = 3
+"""How often an abort tries to open a lock that it closed: one failure must not silence a container."""
 _NERDCTL_NETWORKS = "nerdctl/networks"
 _NERDCTL_ADDRESS = {4: "nerdctl/ip", 6: "nerdctl/ip6"}
 _NERDCTL_MAC = "nerdctl/mac-address"
@@ -195,13 +197,12 @@ class NetworkParticipant:
         return record.to_json()
 
     def resume_source(self, source: Source) -> None:
-        if (held := self._held.pop(source.container_id, None)) is None:
+        if (held := self._held.get(source.container_id)) is None:
             return
-        try:
-            with netns.entered(held.fd):
-                held.lock.open()
-        finally:
-            os.close(held.fd)
+        with netns.entered(held.fd):
+            held.lock.open()  # if that fails, `abort_source` tries again
+        del self._held[source.container_id]
+        os.close(held.fd)
 
     def release_source(self, source: Source) -> None:
         """The processes are gone: their sockets follow, and the address becomes free for another node."""
@@ -228,8 +229,10 @@ class NetworkParticipant:
             os.close(held.fd)
 
     def abort_source(self, source: Source) -> None:
-        with suppress(Exception):
-            self.resume_source(source)
+        for _ in range(_TRIES):
+            with suppress(Exception):
+                self.resume_source(source)
+                return
 
     def _destroy_sockets(self, held: _Held) -> None:
         """Under the lock no reset leaves: the connections end here and nowhere else."""
@@ -419,11 +422,12 @@ class NetworkParticipant:
                 return
             with self._inside(made.place.path):
                 mine = set(made.record.connections)
-                sockdiag.destroy(  # what a failed restore leaves must not end the connection elsewhere
-                    one
-                    for one in sockdiag.sockets()
-                    if made.private or (not one.inode and netconfig.connection(one) in mine)
-                )
+                with suppress(OSError, NetworkError):
+                    sockdiag.destroy(  # what a failed restore leaves must not end the connection elsewhere
+                        one
+                        for one in sockdiag.sockets()
+                        if made.private or (not one.inode and netconfig.connection(one) in mine)
+                    )
                 with suppress(NetworkError):
                     _batch(self._tool("ip"), [f"link set {name} down" for name in made.lifted])
                 made.lock.open()

@@ -70,11 +70,23 @@ def settings_json(settings: CriuSettings) -> dict[str, Any]:
 
 
 def write_config(path: Path, settings: CriuSettings) -> None:
-    """Write a CRIU configuration file (0600)."""
+    """Write a CRIU configuration file (0600).
+
+    CRIU reads it line by line, and a line can name a program to run: raises `EngineError` for any option
+    that is not plain text without blanks.
+    """
+    for text in (*settings.flags, *(word for pair in settings.values for word in pair)):
+        if not is_plain(text):
+            raise EngineError(f"{text!r} cannot be said in CRIU's configuration file")
     lines = [*sorted(settings.flags), *(f"{option} {value}" for option, value in settings.values)]
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.touch(mode=0o600)
     path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def is_plain(text: str) -> bool:
+    """Whether CRIU's configuration file can hold `text` as one word."""
+    return re.fullmatch(r"[A-Za-z0-9_./:@=+,\[\]-]+", text) is not None
 
 
 def failure(log: Path, keep_in: Path, name: str, runc_error: str = "") -> Failure:

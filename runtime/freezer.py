@@ -6,6 +6,7 @@ starting `runc pause` inside the freeze would cost more than the freeze.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -107,9 +108,15 @@ class Freezer:
         return sorted(pids)
 
     def kill(self) -> None:
-        """SIGKILL every process, frozen or not. None of them runs another instruction of its own."""
-        for _ in range(100):
-            pids = self.pids() if self.path.exists() else []
+        """SIGKILL every process, frozen or not. None of them runs another instruction of its own.
+
+        Raises `EngineError` if one is still there after seconds.
+        """
+        for _ in range(1000):
+            try:
+                pids = self.pids()
+            except OSError:  # the cgroup is being removed: they are gone
+                return
             if not pids:
                 return
             for pid in pids:
@@ -119,6 +126,7 @@ class Freezer:
                     continue
             self.thaw()
             time.sleep(0.002)
+        raise EngineError("processes of the container outlive SIGKILL", details=str(self.path))
 
     def _write(self, *, frozen: bool) -> None:
         try:
@@ -126,9 +134,12 @@ class Freezer:
                 (self.path / "cgroup.freeze").write_text("1" if frozen else "0")
             else:
                 (self.path / "freezer.state").write_text("FROZEN" if frozen else "THAWED")
-        except FileNotFoundError:
-            if frozen:
-                raise EngineError("the container ended", details=f"{self.path} is gone") from None
+        except OSError as error:
+            if frozen or error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise EngineError(
+                    "the container ended" if not self.path.exists() else "the freezer cgroup refuses",
+                    details=f"{self.path}: {error.strerror}",
+                ) from None
 
 
 def _awaits_vfork(pid: int) -> bool:

@@ -36,7 +36,10 @@ def store(images: Path, writer: PageWriter, pids: Mapping[int, int]) -> int:
         offset = 0
         for run in page_map.runs:
             if run.in_process:
-                for address, data in _read(pids[page_map.pid], run):
+                pid = pids.get(page_map.pid)
+                if pid is None:
+                    raise CheckpointError(f"CRIU dumped a process {page_map.pid} that was not seen")
+                for address, data in _read(pid, run):
                     writer.add(page_map.name, address, data)
             else:
                 writer.add(page_map.name, run.address, pages[offset : offset + run.size_bytes])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import images
-from runtime.errors import IncompatibleError
+from runtime.errors import IncompatibleError, RestoreError
 
 _CORE_MAGIC = 0x55053847
 """criu/include/magic.h, CORE_MAGIC."""
@@ -35,22 +35,30 @@ def check(directory: Path, spec: Mapping[str, Any]) -> None:
     process = spec.get("process") or {}
     capabilities = process.get("capabilities")
     allowed = None if capabilities is None else _bits(capabilities.get("bounding") or ())
+    if odd := sorted(directory.glob("creds-*.img")):
+        raise _malformed(odd[0])  # of a CRIU older than any we work with, which would believe them
     for path in sorted(directory.glob("core-*.img")):
         for message in images.messages(path, _CORE_MAGIC):
-            for thread in _messages(message, 5):
-                for creds in _messages(thread, 10):
-                    if allowed is not None:
-                        _check_capabilities(creds, allowed)
-                    if process.get("noNewPrivileges") and not images.number(creds, _NO_NEW_PRIVS):
-                        raise IncompatibleError(
-                            "the checkpoint's processes may gain privileges, which this container's may not",
-                            hint="create the container without no-new-privileges, as the original was",
-                        )
+            thread = _only(message, 5, path)
+            if thread is None:
+                continue  # a zombie has none
+            creds = _only(thread, 10, path)
+            if creds is None:
+                raise _malformed(path)
+            if allowed is not None:
+                _check_capabilities(creds, allowed, path)
+            if process.get("noNewPrivileges") and not images.number(creds, _NO_NEW_PRIVS):
+                raise IncompatibleError(
+                    "the checkpoint's processes may gain privileges, which this container's may not",
+                    hint="create the container without no-new-privileges, as the original was",
+                )
 
 
-def _check_capabilities(creds: images.Fields, allowed: int) -> None:
+def _check_capabilities(creds: images.Fields, allowed: int, path: Path) -> None:
     for field, name in _SETS.items():
         words = [word for word in creds.get(field, []) if isinstance(word, int)]
+        if len(words) != len(creds.get(field, [])) or len(words) > 2:
+            raise _malformed(path)
         extra = sum(word << 32 * index for index, word in enumerate(words)) & ~allowed
         if extra:
             named = [c for number, c in enumerate(_CAPABILITIES) if extra >> number & 1]
@@ -66,5 +74,15 @@ def _bits(names: Any) -> int:
     return sum(known.get(name, 0) for name in set(names))
 
 
-def _messages(message: images.Fields, field: int) -> list[images.Fields]:
-    return [images.parse(value) for value in message.get(field, []) if isinstance(value, bytes)]
+def _only(message: images.Fields, field: int, path: Path) -> images.Fields | None:
+    """The one message in `field`; None if there is none. A second would be merged into the first."""
+    values = message.get(field, [])
+    if not values:
+        return None
+    if len(values) > 1 or not isinstance(values[0], bytes):
+        raise _malformed(path)
+    return images.parse(values[0])
+
+
+def _malformed(path: Path) -> RestoreError:
+    return RestoreError(f"the checkpoint's {path.name} is not as CRIU writes it", hint="do not trust it")

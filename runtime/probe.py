@@ -18,6 +18,7 @@ from typing import Any
 from hooks.participant import CriuSettings, Finding
 from runtime import rlimits
 from runtime.container import Container
+from runtime.criu import is_plain
 from runtime.freezer import Freezer
 from runtime.sockets import Socket, outside_peers, refused, sockets_of
 from runtime.watches import paths_of, watched
@@ -268,7 +269,16 @@ def _watches(processes: Sequence[Process], init: int, criu: CriuSettings) -> Ite
         return
     paths = paths_of(frozenset(watches), init)
     criu.flags.add("force-irmap")
-    criu.values += [("irmap-scan-path", path) for path in sorted(paths.values())]
+    for inode, path in sorted(paths.items(), key=lambda item: item[1]):
+        if is_plain(path):
+            criu.values.append(("irmap-scan-path", path))
+            continue
+        process = watches[inode]
+        yield Finding(
+            f"process {process.pid} ({process.name}) watches {path!r}, a name CRIU cannot be told",
+            hint="watch a path of letters, digits and ./_-:@=+, only",
+            fatal=True,
+        )
     root_device = os.stat(f"/proc/{init}/root/.").st_dev
     for inode, process in watches.items():
         if inode.device == root_device and inode not in paths:

@@ -67,7 +67,7 @@ def restore(
         )
         with trace.step("probe"):
             privileges.check(request.images, container.spec)
-            _probe(target, manifest, mounts.check(request.images), participants, settings)
+            _probe(target, manifest, mounts.check(request.images, container.spec), participants, settings)
         with trace.step("prepare"):
             for participant in participants:
                 undo.callback(participant.abort_target, target)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from base.config import Config
+from base.errors import CedanaError
 from base.trace import Trace
 from hooks.participant import CriuSettings, Finding, Participant, Source
 from runtime.container import Container
@@ -52,6 +53,7 @@ class StoppedContainer:
         try:
             with self.trace.step("freeze"):
                 self._freeze()
+                self.probe()
             with self.trace.step("quiesce"):
                 for participant in self.participants:
                     self._undo.callback(participant.abort_source, self._source)
@@ -69,7 +71,7 @@ class StoppedContainer:
     def probe(self) -> None:
         """Look before anything is touched; raises `IncompatibleError` when something cannot move.
 
-        Entering the block looks again: the container went on meanwhile.
+        Entering the block looks again, before the freeze and in it: the container went on meanwhile.
         """
         self.criu = CriuSettings()
         self.report = probe(self.container, self.criu)
@@ -126,10 +128,13 @@ class StoppedContainer:
     def destroy(self) -> None:
         """End every process without a word reaching the other end of its connections."""
         self.finish_dump()
-        self._freezer.kill()
         self._undo.pop_all()
+        self._freezer.kill()
         for participant in reversed(self.participants):
-            participant.release_source(self._source)
+            try:
+                participant.release_source(self._source)
+            except CedanaError as error:
+                self.warnings += (f"the container has ended, but: {error.message} ({error.details})",)
 
     def _freeze(self) -> None:
         self._freezer = Freezer.of(self.container.pid)

@@ -24,6 +24,7 @@ PROGRAMS = (
     "events",
     "shared_memory",
     "locks",
+    "large",
 )
 RUNTIME = "io.containerd.cedana.v1"
 COUNT = (

@@ -8,6 +8,7 @@ import pytest
 
 from hooks.participant import CriuSettings
 from runtime import criu
+from runtime.errors import EngineError
 
 LOG = """\
 (00.010000) Dumping processes (pid: 7)
@@ -52,3 +53,10 @@ def test_the_configuration_file_is_private_and_in_order(tmp_path: Path) -> None:
     criu.write_config(path, CriuSettings({"tcp-established", "file-locks"}, [("external", "net[1]:x")]))
     assert path.read_text() == "file-locks\ntcp-established\nexternal net[1]:x\n"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["/w\naction-script /x", "a b", "a#b", "", "a\\b", "\udc80", '"a"'])
+def test_nothing_a_container_names_becomes_another_option(tmp_path: Path, text: str) -> None:
+    with pytest.raises(EngineError):
+        criu.write_config(tmp_path / "criu.conf", CriuSettings(set(), [("irmap-scan-path", text)]))
+    assert not (tmp_path / "criu.conf").exists()

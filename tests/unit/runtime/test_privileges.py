@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runtime import privileges
-from runtime.errors import IncompatibleError
+from runtime.errors import IncompatibleError, RestoreError
 from tests.unit.runtime.test_images import image, number, varint
 
 CORE = 0x55053847
@@ -54,3 +54,21 @@ def test_no_new_privileges_is_kept(tmp_path: Path) -> None:
     write(tmp_path, core(10, 0))
     with pytest.raises(IncompatibleError, match="gain privileges"):
         privileges.check(tmp_path, spec(noNewPrivileges=True))
+
+
+def test_credentials_in_another_shape_are_refused(tmp_path: Path) -> None:
+    good = core(10, 1 << CHOWN)
+    packed = varint(10 << 3 | 2) + varint(2) + b"\x00\x01"
+    thread = varint(10 << 3 | 2) + varint(len(packed)) + packed
+    for message in (
+        number(1, 1) + varint(5 << 3 | 2) + varint(0),
+        good + good[2:],
+        number(1, 1) + varint(5 << 3 | 2) + varint(len(thread)) + thread,
+    ):
+        write(tmp_path, message)
+        with pytest.raises(RestoreError):
+            privileges.check(tmp_path, spec("CAP_CHOWN"))
+    write(tmp_path, good)
+    (tmp_path / "creds-1.img").write_bytes(b"")
+    with pytest.raises(RestoreError):
+        privileges.check(tmp_path, spec("CAP_CHOWN"))

@@ -165,3 +165,18 @@ def test_the_paths_of_inotify_watches_are_found() -> None:
             os.link(deep / "renamed", deep / "other")
             (deep / "renamed").unlink()
             assert list(probe._watches([process], process.host_pid, CriuSettings())) == []
+
+
+def test_a_watched_path_cannot_smuggle_an_option_into_criu() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        hostile = Path(directory, "w\naction-script ", "evil")
+        hostile.mkdir(parents=True)
+        code = (
+            "import ctypes; c = ctypes.CDLL(None); fd = c.inotify_init1(0)\n"
+            f"assert c.inotify_add_watch(fd, {str(hostile)!r}.encode(), 2) > 0"
+        )
+        with program(code) as process:
+            criu = CriuSettings()
+            (finding,) = probe._watches([process], process.host_pid, criu)
+            assert finding.fatal
+            assert criu.values == []
