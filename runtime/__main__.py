@@ -87,8 +87,8 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
 
 
 def _discard(request: Request, config: Config, trace: Trace) -> Request:
-    fetch.discard(config, request["namespace"], request["id"])
     network.remove(unique_id(request["namespace"], request["id"]), config)
+    fetch.discard_behind(config, request["namespace"], request["id"])
     return {}
 
 

@@ -101,11 +101,9 @@ class Dump:
 
     def _end(self) -> int | None:
         """Hang up, and wait; runc's exit status, None when there is no runc any more."""
-        if self._process is None:
-            return None
         if self._connection is not None:
             self._connection.close()
-        status = self._process.wait()
+        status = self._process.wait() if self._process is not None else None
         self._process = None
         self._resources.close()
         return status
