@@ -11,11 +11,11 @@ from agent import containers, images, references
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
 from agent.errors import ContainerdError, ContainerdNotFoundError
-from agent.locks import exclusive
 from base.config import Config
 from base.trace import Trace
 from oci import open_store
 from runtime import checkpoint as engine
+from runtime.locks import exclusive
 from runtime.participants import participants
 
 RESTART_LABEL = "containerd.io/restart.status"

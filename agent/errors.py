@@ -28,9 +28,5 @@ class NotRunningError(CedanaError):
     """The container exists, but has no process to checkpoint."""
 
 
-class BusyError(CedanaError):
-    """Another process is checkpointing or restoring the same container."""
-
-
 class NotAllowedError(IncompatibleError):
     """The checkpointed container had privileges that a restore grants only by name (`--allow`)."""

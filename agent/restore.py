@@ -29,7 +29,6 @@ from agent.containerd import Client
 from agent.containers import ATTACHABLE_LABEL, CHECKPOINTED_LABEL, NERDCTL_NAME, RUNTIME, check_name
 from agent.errors import AlreadyExistsError, ContainerdError, FailedPreconditionError
 from agent.home import Home, home
-from agent.locks import exclusive
 from agent.spec import target_spec
 from base.config import Config
 from base.errors import CedanaError
@@ -40,6 +39,7 @@ from oci.record import CheckpointRecord
 from runtime import fetch, rootfs
 from runtime.container import Mount
 from runtime.errors import IncompatibleError, RestoreError
+from runtime.locks import exclusive
 
 RESTORE_ANNOTATION = "ai.cedana.restore-from"
 TCP_ANNOTATION = "ai.cedana.tcp"

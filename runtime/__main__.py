@@ -24,6 +24,7 @@ from hooks import network
 from runtime import fetch
 from runtime.checkpoint import CheckpointOptions, dump
 from runtime.container import Container, Mount, load_spec, unique_id
+from runtime.locks import exclusive
 from runtime.participants import participants
 from runtime.restore import RestoreRequest, restore
 
@@ -47,7 +48,8 @@ def _container(request: Request) -> Container:
 def _dump(request: Request, config: Config, trace: Trace) -> Request:
     options = CheckpointOptions(leave_running=bool(request["leave_running"]))
     images, work = Path(request["image_path"]), Path(request["work_path"])
-    dump(_container(request), images, work, options, participants(), config, trace)
+    with exclusive(config, request["namespace"], request["id"]):
+        dump(_container(request), images, work, options, participants(), config, trace)
     return {}
 
 
@@ -57,7 +59,7 @@ def _prepare(request: Request, config: Config, trace: Trace) -> Request:
         for m in request["rootfs"]
     ]
     images = fetch.prepare(request["id"], request["namespace"], request["source"], mounts, config, trace)
-    return {"images": str(images)}
+    return {"images": str(images) if images else ""}
 
 
 _WISHES = {"ai.cedana.tcp": "tcp", "ai.cedana.bridge": "bridge"}
@@ -82,6 +84,7 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
         config,
         trace,
     )
+    fetch.mark_restored(container, config)
     fetch.discard_behind(config, request["namespace"], request["id"])
     return {"pid": pid}
 

@@ -23,3 +23,7 @@ class IncompatibleError(CedanaError):
     """A probe said no before anything was touched."""
 
     exit_code = 4
+
+
+class BusyError(CedanaError):
+    """Another process is checkpointing or restoring the same container."""

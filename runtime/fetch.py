@@ -10,11 +10,12 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from base.config import Config
-from base.errors import UsageError
+from base.errors import CedanaError, UsageError
 from base.trace import Trace
 from oci import open_store
 from oci.artifact import Artifact
@@ -22,11 +23,13 @@ from oci.content import ContentDirectory
 from oci.reference import LayoutReference, Reference, parse
 from oci.store import Store
 from runtime import memory, rootfs
-from runtime.container import Mount
+from runtime.container import Container, Mount
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.node import this_node
 
 _SOURCE = "source.json"
+_RESTORED = "trusted.cedana.restored"
+"""On an upper directory: the digest of the checkpoint it was restored from."""
 
 
 def directory(config: Config, namespace: str, container_id: str) -> Path:
@@ -123,8 +126,11 @@ def prepare(
     mounts: Sequence[Mount],
     config: Config,
     trace: Trace,
-) -> Path:
+) -> Path | None:
     """What the shim's Create asks for: the images laid out, the root filesystem's difference applied.
+
+    None if the container's writable layer has been restored from this checkpoint before: it has gone on
+    since, and a later start is a start like any other.
 
     `source` is the annotation's reference, or where containerd keeps an image that is a checkpoint:
     {"content": directory, "manifest": digest}. Only registries, layouts below `state_dir`, and what root's
@@ -137,13 +143,32 @@ def prepare(
         store = open_store(reference, config)
         with trace.step("open"):
             artifact = Artifact.open(store, reference.digest or reference.tag or "latest")
+        if _restored_from(mounts) == artifact.manifest.digest:
+            return None
         images = prefetch(store, reference, artifact, namespace, container_id, config, trace)
         with trace.step("rootfs"):
             _apply_difference(artifact, mounts)
         return images
     content = ContentDirectory(Path(str(source["content"])))
     artifact = Artifact.open(content, str(source["manifest"]))
+    if _restored_from(mounts) == artifact.manifest.digest:
+        return None
     return prefetch(content, None, artifact, namespace, container_id, config, trace)
+
+
+def mark_restored(container: Container, config: Config) -> None:
+    """Note on the writable layer of a container that now runs which checkpoint it was restored from."""
+    digest = _fetched(directory(config, container.namespace, container.id))
+    if digest:
+        with suppress(OSError, CedanaError):
+            upper = rootfs.overlay_dirs(container.bundle / "rootfs").upper
+            os.setxattr(upper, _RESTORED, digest.encode())
+
+
+def _restored_from(mounts: Sequence[Mount]) -> str:
+    with suppress(OSError, CedanaError):
+        return os.getxattr(rootfs.overlay_dirs(mounts).upper, _RESTORED).decode()
+    return ""
 
 
 def _apply_difference(artifact: Artifact, mounts: Sequence[Mount]) -> None:

@@ -219,6 +219,9 @@ class Container:
                 raise
             log.warning("cannot restore here, starting cold", id=self.id, error=error)
             return None
+        if not prepared["images"]:
+            log.info("restored before, starting anew", id=self.id)
+            return None
         return Checkpoint(Path(str(prepared["images"])), cold_start)
 
     def _mark_restore(self) -> None:

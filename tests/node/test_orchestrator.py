@@ -60,6 +60,26 @@ def test_nerdctl_run_restores_from_the_annotation(bed: Bed, name: str, nerdctl_c
     verify_nerdctl(bed.node_b, name)
 
 
+def test_later_start_keeps_what_was_written_and_runs_the_program_anew(
+    bed: Bed, name: str, nerdctl_checkpoint: str
+) -> None:
+    node = bed.node_b
+    image = pull(node, bed.image("python"))
+    node.nerdctl(
+        "run", "--detach", "--name", name, "--net", "bed", "--runtime", RUNTIME,
+        "--annotation", f"{RESTORE_FROM}={nerdctl_checkpoint}", image, *PROGRAM,
+    )  # fmt: skip
+    identity = container_id(node, name)
+    restored = int(node.read(identity, "/ticks"))
+    assert restored > 0
+    node.exec(identity, "touch", "/written-since")
+    node.nerdctl("restart", "--time", "1", name)
+    wait_until(lambda: node.task_status(identity) == "RUNNING", "it runs again")
+    node.exec(identity, "test", "-e", "/written-since")
+    wait_until(lambda: 0 < int(node.read(identity, "/ticks") or 0) < restored, "the program began anew")
+    node.nerdctl("rm", "--force", name)
+
+
 def test_artifact_is_an_image_that_ctr_pulls_and_runs(bed: Bed, name: str, checkpoint: str) -> None:
     bed.node_b.run_container(pull(bed.node_b, checkpoint), name, network=False)
     verify_workload(bed.node_b, name)

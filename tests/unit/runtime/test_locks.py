@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
-from agent.errors import BusyError
-from agent.locks import exclusive
 from base.config import Config
+from runtime.errors import BusyError
+from runtime.locks import exclusive
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(run_dir=tmp_path / "run")
 
 
 def test_second_operation_on_a_container_is_refused(config: Config) -> None:

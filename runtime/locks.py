@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agent.errors import BusyError
 from base.config import Config
+from runtime.errors import BusyError
 
 
 @contextmanager
