@@ -84,6 +84,7 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
         config,
         trace,
     )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it runs: there is nothing to undo any more
     fetch.mark_restored(container, config)
     fetch.discard_behind(config, request["namespace"], request["id"])
     return {"pid": pid}
@@ -103,6 +104,12 @@ VERBS: dict[str, Callable[[Request, Config, Trace], Request]] = {
 }
 
 
+def _stop(*_: object) -> None:
+    """End, undoing what was done; nothing may interrupt that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(130)
+
+
 def main(argv: list[str]) -> int:
     """Run one verb; the exit status is the error's `exit_code`."""
 
@@ -114,7 +121,7 @@ def main(argv: list[str]) -> int:
         print(f"usage: python -m runtime {'|'.join(VERBS)}", file=sys.stderr)
         return 2
     os.umask(0o077)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    signal.signal(signal.SIGTERM, _stop)
     try:
         request = json.load(sys.stdin)
         _say({"result": VERBS[argv[1]](request, configuration.load(), Trace(tell))})

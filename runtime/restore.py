@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,4 +202,9 @@ def _spawn(argv: Sequence[str], stdio: tuple[int, int, int], environment: Mappin
     finally:
         for fd in high:
             os.close(fd)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)  # what it makes can be undone only when it has ended
+        raise
