@@ -35,6 +35,7 @@ from base.errors import CedanaError
 from base.trace import Trace
 from oci import open_store
 from oci.artifact import Artifact
+from oci.page_stream import PageStream
 from oci.record import CheckpointRecord
 from runtime import fetch, rootfs
 from runtime.container import Mount
@@ -116,7 +117,10 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
             undo.callback(_quietly, images.remove_new, client, known, artifact.base.digest)
         with ThreadPoolExecutor(1) as beside:
             bringing = beside.submit(images.bring, client, artifact, store, snapshotter, trace)
-            fetch.prefetch(store, pinned, artifact, namespace, container_id, config, trace)
+            fetch.prefetch(str(pinned), artifact, namespace, container_id, config, trace)
+            memory = held.enter_context(
+                fetch.memory_at_hand(artifact, namespace, container_id, config, trace)
+            )
             image, parent = bringing.result()
 
         undo.callback(own.remove)
@@ -139,7 +143,7 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
             )
             client.create_container(record)
             undo.callback(_quietly, client.delete_container, container_id)
-        with _explained(identity.name):
+        with _explained(identity.name, memory):
             with trace.step("create"):
                 stdio = _stdio(artifact.record, spec, own, undo)
                 undo.callback(_end_task, client, container_id)
@@ -248,11 +252,13 @@ def _on_host_network(spec: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _explained(name: str, memory: PageStream) -> Iterator[None]:
     """Say a failed create or start in terms of the restore: containerd only passes our runtime's words on."""
     try:
         yield
     except ContainerdError as error:
+        if memory.error is not None:
+            raise memory.error from error
         kind = IncompatibleError if isinstance(error, FailedPreconditionError) else RestoreError
         raise kind(
             f"container {name} could not be restored",

@@ -62,7 +62,6 @@ def restored(done: Restored, steps: Sequence[Step], trace: bool) -> str:
                 ("id", done.container_id),
                 ("checkpoint", str(done.reference)),
                 ("log", done.log or f"none: a terminal (nerdctl attach {done.name})"),
-                ("fetched", duration(_span(steps, "open", "images", "memory", "image", "unpack"))),
                 ("restored", f"{duration(_span(steps, 'create', 'start'))} of {duration(_total(steps))}"),
             ]
         ),

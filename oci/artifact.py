@@ -31,7 +31,8 @@ from oci.manifest import (
     as_oci_layer,
     is_image_layer,
 )
-from oci.pages import PAGES, PageReader, PageWriter, Run
+from oci.page_stream import PageReader
+from oci.pages import PAGES, PageWriter
 from oci.record import (
     FORMAT_VERSION,
     CheckpointRecord,
@@ -64,7 +65,6 @@ __all__ = [
     "MemoryRecord",
     "NodeRecord",
     "ProcessRecord",
-    "Run",
     "SocketRecord",
     "StepRecord",
 ]

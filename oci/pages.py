@@ -1,4 +1,4 @@
-"""Memory in an artifact: written as deduplicated chunks in packs, read back in parallel and verified.
+"""Memory into an artifact, as deduplicated chunks in packs.
 
 A chunk is what there is of one aligned 256 KiB range of a memory object, so that the same memory gives the
 same chunks in the next checkpoint, whatever moved around it. Each worker fills a pack of its own and
@@ -8,31 +8,28 @@ the GIL). Nothing is copied that need not be: packs hold views of the caller's m
 
 from __future__ import annotations
 
-import ctypes
-import os
 import queue
 import threading
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import blake3
 import zstandard
 
+from base.malloc import keep_freed_memory
 from base.trace import Trace
-from oci.errors import ArtifactError, DigestError
 from oci.index import CHUNK_BYTES, ZERO, Chunk, Extent, Index, check_name
-from oci.store import BlobReader, Buffer, Descriptor, Store, worker_count
+from oci.store import Buffer, Descriptor, Store, worker_count
 
 PAGES = "application/vnd.cedana.checkpoint.pages.v1+zstd"
 PACK_BYTES = 32 << 20
 _PACKS_PER_SIZE = 1024
 """After so many packs their size doubles: the manifest of a container of any size stays small."""
 _MAX_DOUBLINGS = 5
-_BATCH_WINDOWS = 16
-_QUEUED_BATCHES = 64
+_BATCH_WINDOWS = 64
+"""As many follow each other in a pack, and can be fetched in one go."""
+_QUEUED_BATCHES = 16
 _ZEROS = bytes(CHUNK_BYTES)
 _COMPRESSION = zstandard.ZstdCompressionParameters.from_level(
     1, source_size=CHUNK_BYTES, min_match=6, target_length=2, write_checksum=False
@@ -40,19 +37,12 @@ _COMPRESSION = zstandard.ZstdCompressionParameters.from_level(
 """Half way to the negative levels: 1.5 times as fast as level 1 on text, a tenth more on the wire."""
 _SAMPLES = 4
 _SAMPLE_BYTES = 4096
-_PIECE_BYTES = 1 << 20
 _WORTH = 0.95
 """A chunk is compressed when that leaves less than this part of it."""
 
 
-def _keep_freed_memory() -> None:
-    """Have malloc keep what is freed: by default a chunk's buffer is mapped, zeroed by the kernel page after
-    page, and unmapped again each time, which costs as much as decompressing it."""
-    libc = ctypes.CDLL(None)
-    if mallopt := getattr(libc, "mallopt", None):  # glibc's alone
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        mallopt(m_mmap_threshold, 32 << 20)
-        mallopt(m_trim_threshold, 512 << 20)
+Read = Callable[[int, memoryview], None]
+"""Fills the buffer with the memory at an address; called from any thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +52,7 @@ class _Window:
     number: int
     addresses: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    pieces: list[memoryview] = field(default_factory=list)
+    pieces: list[memoryview | Read] = field(default_factory=list)
     chunk: int = ZERO
 
 
@@ -88,7 +78,7 @@ class PageWriter:
     """Stores memory objects, given piece by piece in ascending order of address."""
 
     def __init__(self, store: Store, trace: Trace, workers: int = 0) -> None:
-        _keep_freed_memory()
+        keep_freed_memory()
         self.total_bytes = 0
         self.zero_bytes = 0
         self._store = store
@@ -117,6 +107,17 @@ class PageWriter:
         or `abort` returned. An object's addresses must ascend.
         """
         view = memoryview(buffer).cast("B")
+        for offset, length in self._windows(object_name, address, len(view)):
+            self._piece(address + offset, length, view[offset : offset + length])
+
+    def add_unread(self, object_name: str, address: int, length: int, read: Read) -> None:
+        """Store `length` bytes of the object, which `read` gets when they are needed: before `flush`,
+        `close` or `abort` returned. An object's addresses must ascend."""
+        for offset, size in self._windows(object_name, address, length):
+            self._piece(address + offset, size, read)
+
+    def _windows(self, object_name: str, address: int, length: int) -> Iterator[tuple[int, int]]:
+        """The parts (offset, length) of a range, none crossing a window's end."""
         if object_name != self._object:
             self._finish_window()
             windows = self._objects.setdefault(check_name(object_name), [])
@@ -124,19 +125,22 @@ class PageWriter:
             self._end = windows[-1].addresses[-1] + windows[-1].lengths[-1] if windows else 0
         if address < self._end:
             raise ValueError(f"{object_name} has {address:#x} after {self._end:#x}")
-        self._end = address + len(view)
-        self.total_bytes += len(view)
+        self._end = address + length
+        self.total_bytes += length
         offset = 0
-        while offset < len(view):
-            number, within = divmod(address + offset, CHUNK_BYTES)
-            length = min(CHUNK_BYTES - within, len(view) - offset)
-            if self._window is None or self._window.number != number:
-                self._finish_window()
-                self._window = _Window(number)
-            self._window.addresses.append(address + offset)
-            self._window.lengths.append(length)
-            self._window.pieces.append(view[offset : offset + length])
-            offset += length
+        while offset < length:
+            size = min(CHUNK_BYTES - (address + offset) % CHUNK_BYTES, length - offset)
+            yield offset, size
+            offset += size
+
+    def _piece(self, address: int, length: int, piece: memoryview | Read) -> None:
+        number = address // CHUNK_BYTES
+        if self._window is None or self._window.number != number:
+            self._finish_window()
+            self._window = _Window(number)
+        self._window.addresses.append(address)
+        self._window.lengths.append(length)
+        self._window.pieces.append(piece)
 
     def flush(self) -> None:
         """Wait until no added buffer is needed any more; raises what a worker met."""
@@ -222,12 +226,11 @@ class PageWriter:
 
     def _encode(self, encoder: _Encoder, window: _Window, pack: _Pack) -> int:
         """Add the window's chunk to the pack unless it is zero or known; returns the pack's size."""
-        pieces = window.pieces
-        if all(_ZEROS.startswith(piece) for piece in pieces):
+        data = encoder.gather(window)
+        if _ZEROS.startswith(data):
             with self._lock:
-                self.zero_bytes += sum(window.lengths)
+                self.zero_bytes += len(data)
             return pack.size
-        data = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
         digest = blake3.blake3(data).digest()
         with self._lock:
             known = self._by_digest.get(digest)
@@ -329,14 +332,31 @@ class _Encoder:
     def __init__(self) -> None:
         self._compressor = zstandard.ZstdCompressor(compression_params=_COMPRESSION)
         self._doubtful = True
+        self._scratch = memoryview(bytearray(CHUNK_BYTES))
+
+    def gather(self, window: _Window) -> memoryview:
+        """The window's bytes; good until the next call."""
+        first = window.pieces[0]
+        if len(window.pieces) == 1 and isinstance(first, memoryview):
+            return first
+        offset = 0
+        for address, length, piece in zip(window.addresses, window.lengths, window.pieces, strict=True):
+            part = self._scratch[offset : offset + length]
+            if isinstance(piece, memoryview):
+                part[:] = piece
+            else:
+                piece(address, part)
+            offset += length
+        return self._scratch[:offset]
 
     def encode(self, data: memoryview) -> Buffer:
-        """A zstd frame if that is smaller by more than a little, else `data` itself."""
-        if self._doubtful and not self._sample_shrinks(data):
-            return data
-        frame = self._compressor.compress(data)
-        self._doubtful = len(frame) > len(data) * _WORTH
-        return data if self._doubtful else frame
+        """A zstd frame if that is smaller by more than a little, else the data as they are."""
+        if not self._doubtful or self._sample_shrinks(data):
+            frame = self._compressor.compress(data)
+            self._doubtful = len(frame) > len(data) * _WORTH
+            if not self._doubtful:
+                return frame
+        return bytes(data) if data.obj is self._scratch.obj else data
 
     def _sample_shrinks(self, data: memoryview) -> bool:
         if len(data) <= _SAMPLES * _SAMPLE_BYTES:
@@ -344,194 +364,3 @@ class _Encoder:
         stride = len(data) // _SAMPLES
         sample = b"".join(data[start : start + _SAMPLE_BYTES] for start in range(0, len(data), stride))
         return len(self._compressor.compress(sample)) <= len(sample) * _WORTH
-
-
-@dataclass(frozen=True)
-class Run:
-    """The bytes of [address, address + length) of an object go into `fd` from `offset` on."""
-
-    address: int
-    length: int
-    fd: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """`length` bytes from `start` of a chunk go to `offset` of `fd`."""
-
-    start: int
-    length: int
-    fd: int
-    offset: int
-
-
-class PageReader:
-    def __init__(self, store: Store, index: Index, packs: Sequence[Descriptor]) -> None:
-        _keep_freed_memory()
-        self._store = store
-        self._index = index
-        self._packs = packs
-
-    def objects(self) -> list[str]:
-        return list(self._index.objects)
-
-    def size_bytes(self, object_name: str) -> int:
-        """Bytes of memory the object has, zero ones included."""
-        return sum(extent.length for extent in self._index.objects[object_name])
-
-    def fill(self, objects: Mapping[str, Sequence[Run]], trace: Trace, step: str) -> None:
-        """Write the memory the runs ask for, pack by pack in parallel.
-
-        Zero ranges are left as they are: the files must be fresh (sparse) and have their full size.
-        Raises `ArtifactError` before anything is read when a run is not in the index, `DigestError`
-        when a chunk is not what the index promises.
-        """
-        targets: dict[int, list[_Target]] = defaultdict(list)
-        for name, runs in objects.items():
-            self._plan(name, runs, targets)
-        by_pack: dict[int, list[int]] = defaultdict(list)
-        for number in targets:
-            by_pack[self._index.chunks[number].pack].append(number)
-        total = sum(self._index.chunks[number].stored for number in targets)
-        progress = _Progress(trace, step, total)
-        jobs = []
-        for pack, numbers in by_pack.items():
-            numbers.sort(key=lambda number: self._index.chunks[number].offset)
-            jobs.append((pack, numbers))
-        stop = threading.Event()
-
-        def run(job: tuple[int, list[int]]) -> None:
-            try:
-                self._fill_from_pack(*job, targets, progress, stop)
-            except BaseException:
-                stop.set()
-                raise
-
-        with ThreadPoolExecutor(min(worker_count(), len(jobs) or 1)) as pool:
-            try:
-                list(pool.map(run, jobs))
-            except BaseException:
-                stop.set()
-                raise
-
-    def _plan(self, name: str, runs: Sequence[Run], targets: dict[int, list[_Target]]) -> None:
-        extents = self._index.objects.get(name)
-        if extents is None:
-            raise ArtifactError(f"the checkpoint has no memory object {name}")
-        starts = [extent.address for extent in extents]
-        for run in runs:
-            address, end = run.address, run.address + run.length
-            position = bisect_right(starts, address) - 1
-            while address < end:
-                extent = extents[position] if 0 <= position < len(extents) else None
-                if extent is None or not extent.address <= address < extent.address + extent.length:
-                    raise ArtifactError(f"the checkpoint has no memory at {address:#x} of {name}")
-                length = min(end, extent.address + extent.length) - address
-                if extent.chunk != ZERO:
-                    start = extent.offset + address - extent.address
-                    offset = run.offset + address - run.address
-                    targets[extent.chunk].append(_Target(start, length, run.fd, offset))
-                address += length
-                position += 1
-
-    def _fill_from_pack(
-        self,
-        pack: int,
-        numbers: Sequence[int],
-        targets: Mapping[int, Sequence[_Target]],
-        progress: _Progress,
-        stop: threading.Event,
-    ) -> None:
-        decompressor = zstandard.ZstdDecompressor()
-        chunks = self._index.chunks
-        for first, last in _spans([chunks[number] for number in numbers]):
-            begin = chunks[numbers[first]].offset
-            end = max(chunks[number].offset + chunks[number].stored for number in numbers[first:last])
-            with self._store.open(self._packs[pack], begin, end - begin) as blob:
-                pieces = _Pieces(blob, begin, end)
-                for number in numbers[first:last]:
-                    if stop.is_set():
-                        return
-                    chunk = chunks[number]
-                    data = _verified(pieces.take(chunk.offset, chunk.stored), chunk, decompressor)
-                    for target in targets[number]:
-                        _write_at(target.fd, data[target.start : target.start + target.length], target.offset)
-                    progress.add(chunk.stored)
-
-
-def _spans(chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
-    """Positions [first, last) of chunks near enough to each other to be read in one go."""
-    first = 0
-    for position in range(1, len(chunks)):
-        before = chunks[position - 1]
-        if chunks[position].offset > before.offset + before.stored + _PIECE_BYTES:
-            yield first, position
-            first = position
-    yield first, len(chunks)
-
-
-class _Pieces:
-    """Bytes [begin, end) of a pack, read a MiB at a time; taken in ascending order of offset."""
-
-    def __init__(self, blob: BlobReader, begin: int, end: int) -> None:
-        self._blob = blob
-        self._piece = memoryview(b"")
-        self._start = begin
-        self._read = begin
-        self._end = end
-
-    def take(self, offset: int, size: int) -> memoryview:
-        if offset + size > self._read:
-            rest = self._piece[offset - self._start :]
-            wanted = min(self._end - self._read, max(_PIECE_BYTES, offset + size - self._read))
-            more = self._blob.read(wanted)
-            if len(more) < wanted:
-                raise DigestError("a page pack is truncated")
-            # Views of the piece before are gone by now or keep it alive.
-            self._piece = memoryview(bytes(rest) + more if rest else more)
-            self._start = self._read - len(rest)
-            self._read += wanted
-        return self._piece[offset - self._start :][:size]
-
-
-def _verified(stored: memoryview, chunk: Chunk, decompressor: zstandard.ZstdDecompressor) -> memoryview:
-    """The bytes of a chunk; raises `DigestError` when they are not those of its hash."""
-    data = stored
-    if chunk.stored < chunk.length:
-        try:
-            # The size in the frame's own header decides how much is allocated.
-            if zstandard.frame_content_size(stored) != chunk.length:
-                raise DigestError("a chunk of memory in the checkpoint has another size than its index says")
-            data = memoryview(decompressor.decompress(stored))
-        except zstandard.ZstdError as error:
-            raise DigestError(
-                "a chunk of memory in the checkpoint cannot be decompressed", details=str(error)
-            ) from error
-    if blake3.blake3(data).digest() != chunk.digest:
-        raise DigestError(
-            "a chunk of memory in the checkpoint is not what its index promises",
-            hint="the artifact was damaged or tampered with; make or fetch it again",
-        )
-    return data
-
-
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-class _Progress:
-    def __init__(self, trace: Trace, step: str, total: int) -> None:
-        self._trace = trace
-        self._step = step
-        self._total = total
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, size: int) -> None:
-        with self._lock:
-            before, self._done = self._done, self._done + size
-        if before >> 22 != self._done >> 22 or self._done == self._total:
-            self._trace.progress(self._step, self._done, self._total)

@@ -70,20 +70,17 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
     first, second, third = request["stdio"]
     container = _container(request)
     annotations = container.spec.get("annotations") or {}
-    pid = restore(
-        RestoreRequest(
-            container=container,
-            images=Path(request["images"]),
-            work=Path(request["work_path"]),
-            stdio=(first, second, third),
-            console_socket=request.get("console_socket", ""),
-            no_pivot=bool(request.get("no_pivot")),
-            options={wish: annotations[name] for name, wish in _WISHES.items() if name in annotations},
-        ),
-        participants(),
-        config,
-        trace,
+    restore_request = RestoreRequest(
+        container=container,
+        images=Path(request["images"]),
+        work=Path(request["work_path"]),
+        stdio=(first, second, third),
+        console_socket=request.get("console_socket", ""),
+        no_pivot=bool(request.get("no_pivot")),
+        options={wish: annotations[name] for name, wish in _WISHES.items() if name in annotations},
     )
+    with fetch.memory_mounted(restore_request.images, config, trace):
+        pid = restore(restore_request, participants(), config, trace)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it runs: there is nothing to undo any more
     fetch.mark_restored(container, config)
     fetch.discard_behind(config, request["namespace"], request["id"])

@@ -69,6 +69,7 @@ def check(config: Config, roots: Roots | None = None) -> list[Feature]:
         lambda: _cgroups(where),
         lambda: _freezer(where),
         lambda: _overlayfs(where),
+        lambda: _fuse(where),
         lambda: _nftables(config),
         _socket_tools,
         lambda: _userfaultfd(config),
@@ -168,13 +169,22 @@ def _freezer(roots: Roots) -> Feature:
 
 
 def _overlayfs(roots: Roots) -> Feature:
-    if "\toverlay\n" in _text(roots.proc / "filesystems"):
-        return Feature("overlayfs", True, "yes")
-    modules = roots.modules / platform.release()
-    if "/overlay.ko" in _text(modules / "modules.dep") + _text(modules / "modules.builtin"):
-        return Feature("overlayfs", True, "a module, loaded when first used")
     no = _Missing("overlayfs", "what a container changed in its root file system cannot be told")
-    return no("none", "use a kernel with CONFIG_OVERLAY_FS")
+    return _file_system(roots, "overlay", no, "use a kernel with CONFIG_OVERLAY_FS")
+
+
+def _fuse(roots: Roots) -> Feature:
+    no = _Missing("FUSE", "no container can be restored: CRIU is given the memory through it")
+    return _file_system(roots, "fuse", no, "use a kernel with CONFIG_FUSE_FS")
+
+
+def _file_system(roots: Roots, name: str, no: _Missing, remedy: str) -> Feature:
+    if f"\t{name}\n" in _text(roots.proc / "filesystems"):
+        return Feature(no.name, True, "yes")
+    modules = roots.modules / platform.release()
+    if f"/{name}.ko" in _text(modules / "modules.dep") + _text(modules / "modules.builtin"):
+        return Feature(no.name, True, "a module, loaded when first used")
+    return no("none", remedy)
 
 
 def _nftables(config: Config) -> Feature:

@@ -1,7 +1,9 @@
 """Brings a checkpoint to this node: from a store to verified CRIU images, ready for `runtime.restore`.
 
-What was fetched waits in `run_dir/restore/NAMESPACE/ID`. The command line fetches there, with progress,
-before it creates the container; the shim's Create finds it done. Everything is verified on the way.
+The images wait in `run_dir/restore/NAMESPACE/ID`, all but the memory: that comes while CRIU reads it, through
+a file system of ours (`runtime.fuse`). The command line begins to fetch before it creates the container, and
+the engine hands it the file system's descriptor; where nobody waits for that, the engine fetches the memory
+itself. Everything is verified on the way.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +24,21 @@ from base.trace import Trace
 from oci import open_store
 from oci.artifact import Artifact
 from oci.content import ContentDirectory
-from oci.reference import LayoutReference, Reference, parse
-from oci.store import Store
-from runtime import memory, rootfs
+from oci.page_stream import PageStream
+from oci.reference import LayoutReference, parse
+from runtime import fuse, memory, rootfs
 from runtime.container import Container, Mount
 from runtime.errors import IncompatibleError, RestoreError
+from runtime.fuse import FileServer
+from runtime.memory import PageImages
 from runtime.node import this_node
 
 _SOURCE = "source.json"
+_PAGES = "pages"
+"""Where the page images are served."""
+_SOCKET = "pages.sock"
+"""Whoever fetches the memory listens here for the descriptor to serve it by."""
+_END_TIMEOUT_S = 5.0
 _RESTORED = "trusted.cedana.restored"
 """On an upper directory: the digest of the checkpoint it was restored from."""
 
@@ -38,8 +49,7 @@ def directory(config: Config, namespace: str, container_id: str) -> Path:
 
 
 def prefetch(
-    store: Store,
-    reference: Reference | LayoutReference | None,
+    where: str,
     artifact: Artifact,
     namespace: str,
     container_id: str,
@@ -47,6 +57,8 @@ def prefetch(
     trace: Trace,
 ) -> Path:
     """Fetch, verify and lay out the CRIU images of `artifact`; returns their directory.
+
+    `where` is its store: a reference, or the directory of containerd's content.
 
     Does nothing if that was done before. Raises `IncompatibleError` if this node cannot run it, a store's
     error if it cannot be read or is not what its digests say; nothing is left behind then.
@@ -63,9 +75,10 @@ def prefetch(
     try:
         with trace.step("images"):
             artifact.extract_criu_images(images)
-        with trace.step("memory"):
-            memory.load(images, artifact.pages(), trace, "memory")
-        source = {"digest": artifact.manifest.digest, "reference": str(reference) if reference else ""}
+        for served in memory.PageImages.of(images).files:
+            (images / served.name).symlink_to(Path("..", _PAGES, served.name))
+        (target / _PAGES).mkdir(mode=0o700)
+        source = {"digest": artifact.manifest.digest, "store": where}
         with open(os.open(target / _SOURCE, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             json.dump(source, file)
     except OSError as error:
@@ -82,13 +95,107 @@ def prefetch(
     return images
 
 
+@contextmanager
+def memory_at_hand(
+    artifact: Artifact, namespace: str, container_id: str, config: Config, trace: Trace
+) -> Iterator[PageStream]:
+    """Fetch ahead what the engine is about to ask for, and serve it once the engine says on which device."""
+    target = directory(config, namespace, container_id)
+    pages = memory.PageImages.of(target / "images")
+    with (
+        trace.step("memory"),
+        artifact.pages().stream(pages.images, trace, "memory") as stream,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        (target / _SOCKET).unlink(missing_ok=True)
+        with _short_path(target) as path:
+            listener.bind(f"{path}/{_SOCKET}")
+        listener.listen(1)
+        waiting = threading.Thread(target=_serve_when_asked, args=(listener, pages, stream), daemon=True)
+        waiting.start()
+        try:
+            yield stream
+        finally:
+            (target / _SOCKET).unlink(missing_ok=True)
+            listener.shutdown(socket.SHUT_RDWR)
+            fuse.unmount(target / _PAGES)
+            waiting.join(_END_TIMEOUT_S)
+
+
+def _serve_when_asked(listener: socket.socket, pages: PageImages, stream: PageStream) -> None:
+    try:
+        connection, _ = listener.accept()
+    except OSError:
+        return  # nobody asked
+    with connection:
+        _, devices, _, _ = socket.recv_fds(connection, 1, 1)
+    if devices:
+        FileServer(devices[0], pages.files, stream).join()
+
+
+@contextmanager
+def memory_mounted(images: Path, config: Config, trace: Trace) -> Iterator[None]:
+    """The page images readable beside the others, if `images` is a directory of `prefetch`.
+
+    An error of whoever fetches replaces that of the reader.
+    """
+    target = images.parent
+    if not (images.is_relative_to(config.run_dir / "restore") and (target / _PAGES).is_dir()):
+        yield
+        return
+    device = fuse.mount(target / _PAGES)
+    try:
+        with socket.socket(socket.AF_UNIX) as elsewhere:
+            try:
+                with _short_path(target) as path:
+                    elsewhere.connect(f"{path}/{_SOCKET}")
+            except (FileNotFoundError, ConnectionRefusedError):
+                pass
+            else:
+                socket.send_fds(elsewhere, [b"\0"], [device])
+                os.close(device)
+                yield
+                return
+        pages = memory.PageImages.of(images)
+        with _artifact_of(target, config).pages().stream(pages.images, trace, "memory") as stream:
+            server = FileServer(device, pages.files, stream)
+            try:
+                yield
+            except RestoreError as error:
+                raise stream.error or error from error
+            finally:
+                fuse.unmount(target / _PAGES)
+                server.join()
+    finally:
+        fuse.unmount(target / _PAGES)
+
+
+@contextmanager
+def _short_path(target: Path) -> Iterator[str]:
+    """Another name for a directory: a socket's address has 108 bytes at most."""
+    fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _artifact_of(target: Path, config: Config) -> Artifact:
+    source = json.loads((target / _SOURCE).read_text())
+    where = str(source["store"])
+    store = ContentDirectory(Path(where)) if where.startswith("/") else open_store(parse(where), config)
+    return Artifact.open(store, str(source["digest"]))
+
+
 def discard(config: Config, namespace: str, container_id: str) -> None:
     """Forget what was fetched for a container."""
+    fuse.unmount(directory(config, namespace, container_id) / _PAGES)
     shutil.rmtree(directory(config, namespace, container_id), ignore_errors=True)
 
 
 def discard_behind(config: Config, namespace: str, container_id: str) -> None:
     """`discard`, in a process of its own: freeing gigabytes of images takes a while that nobody waits for."""
+    fuse.unmount(directory(config, namespace, container_id) / _PAGES)
     doomed = config.run_dir / "restore" / f".doomed-{os.urandom(8).hex()}"
     try:
         directory(config, namespace, container_id).rename(doomed)
@@ -145,7 +252,7 @@ def prepare(
             artifact = Artifact.open(store, reference.digest or reference.tag or "latest")
         if _restored_from(mounts) == artifact.manifest.digest:
             return None
-        images = prefetch(store, reference, artifact, namespace, container_id, config, trace)
+        images = prefetch(str(reference), artifact, namespace, container_id, config, trace)
         with trace.step("rootfs"):
             _apply_difference(artifact, mounts)
         return images
@@ -153,7 +260,7 @@ def prepare(
     artifact = Artifact.open(content, str(source["manifest"]))
     if _restored_from(mounts) == artifact.manifest.digest:
         return None
-    return prefetch(content, None, artifact, namespace, container_id, config, trace)
+    return prefetch(str(source["content"]), artifact, namespace, container_id, config, trace)
 
 
 def mark_restored(container: Container, config: Config) -> None:

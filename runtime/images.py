@@ -17,6 +17,8 @@ from runtime.errors import EngineError
 PAGE_SIZE = 4096
 _COMMON_MAGIC = 0x54564319
 _PAGEMAP_MAGIC = 0x56084025
+_PSTREE_MAGIC = 0x50273030
+_MM_MAGIC = 0x57492820
 _MAX_IMAGE_BYTES = 1 << 30
 _PE_LAZY, _PE_PRESENT = 1 << 1, 1 << 2
 """criu/include/pagemap.h: the pages can be asked for later; they are in the pages image."""
@@ -84,6 +86,18 @@ def _page_map(path: Path) -> PageMap:
     return PageMap(path.name, number(head, 1), tuple(runs))
 
 
+def inheriting_processes(directory: Path) -> set[int]:
+    """The processes of a dump that run their parent's program, and so may share memory with it."""
+    parents: dict[int, int] = {}
+    programs: dict[int, int] = {}
+    for entry in messages(directory / "pstree.img", _PSTREE_MAGIC):
+        pid = number(entry, 1)
+        parents[pid] = number(entry, 2)
+        if (mm := directory / f"mm-{pid}.img").exists():  # a zombie has none
+            programs[pid] = number(next(messages(mm, _MM_MAGIC), {}), 12)
+    return {pid for pid in programs if programs[pid] == programs.get(parents[pid])}
+
+
 def mark_present(path: Path) -> None:
     """Rewrite the page map `path` of a lazy dump as a plain one's: every page is in the pages image."""
     body = struct.pack("<II", _COMMON_MAGIC, _PAGEMAP_MAGIC)
@@ -102,7 +116,10 @@ def mark_present(path: Path) -> None:
 
 def messages(path: Path, magic: int | None = None) -> Iterator[Fields]:
     """The messages of an image, each as {field number: values}; raises `EngineError`."""
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise EngineError(f"the dump has no {path.name}") from error
     if len(data) > _MAX_IMAGE_BYTES or len(data) < 8:
         raise EngineError(f"{path.name} is not a CRIU image: {len(data)} bytes")
     common, kind = struct.unpack_from("<II", data)

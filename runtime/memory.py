@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from base.trace import Trace
-from oci.pages import PageReader, PageWriter, Run
+from oci.page_stream import PageImage
+from oci.pages import PageWriter
 from runtime import syscalls
 from runtime.errors import CheckpointError, RestoreError
-from runtime.images import PageMap, PageRun, mark_present, page_maps
+from runtime.fuse import ServedFile
+from runtime.images import PageMap, inheriting_processes, mark_present, page_maps
 
-_PIECE_BYTES = 4 << 20
 _MAX_BYTES = 1 << 44
 """More than any machine has: the limit on what a hostile page map can ask for."""
 
@@ -27,8 +28,8 @@ def store(images: Path, writer: PageWriter, pids: Mapping[int, int]) -> int:
     """Hand every page of the dump in `images` to `writer`; returns the bytes of memory.
 
     What a lazy dump left in the processes is read from there: `pids` maps their pids in the container to
-    those on this host. Then the page maps say what a plain dump's would. The writer reads the mapped files
-    until it is finished.
+    those on this host; it is all read when this returns, and the page maps say what a plain dump's would.
+    The writer reads the pages of a plain dump until it is finished.
     """
     maps = [page_map for page_map in page_maps(images) if page_map.runs]
     for page_map in maps:
@@ -39,11 +40,14 @@ def store(images: Path, writer: PageWriter, pids: Mapping[int, int]) -> int:
                 pid = pids.get(page_map.pid)
                 if pid is None:
                     raise CheckpointError(f"CRIU dumped a process {page_map.pid} that was not seen")
-                for address, data in _read(pid, run):
-                    writer.add(page_map.name, address, data)
+                writer.add_unread(page_map.name, run.address, run.size_bytes, partial(_read, pid))
             else:
                 writer.add(page_map.name, run.address, pages[offset : offset + run.size_bytes])
                 offset += run.size_bytes
+    lazy = [page_map for page_map in maps if any(run.in_process for run in page_map.runs)]
+    if lazy:
+        writer.flush()
+    for page_map in lazy:
         mark_present(images / page_map.name)
     return sum(page_map.size_bytes for page_map in maps)
 
@@ -51,45 +55,48 @@ def store(images: Path, writer: PageWriter, pids: Mapping[int, int]) -> int:
 def _mapped(images: Path, page_map: PageMap) -> memoryview:
     if not page_map.file_bytes:
         return memoryview(b"")
-    path = images / f"pages-{page_map.pages_id}.img"
+    path = images / _pages_name(page_map)
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < page_map.file_bytes:
             raise CheckpointError(f"CRIU wrote fewer pages than {page_map.name} lists", details=str(path))
         return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
 
-def _read(pid: int, run: PageRun) -> Iterator[tuple[int, bytearray]]:
-    """The memory of a stopped process, piece by piece."""
-    for offset in range(0, run.size_bytes, _PIECE_BYTES):
-        piece = bytearray(min(_PIECE_BYTES, run.size_bytes - offset))
-        address = run.address + offset
-        try:
-            read = syscalls.process_vm_readv(pid, address, piece)
-        except OSError as error:
-            raise CheckpointError(f"the memory of process {pid} cannot be read: {error}") from error
-        if read != len(piece):
-            raise CheckpointError(f"process {pid} has no memory at {address + read:#x} any more")
-        yield address, piece
+def _read(pid: int, address: int, into: memoryview) -> None:
+    """Fill `into` with the memory of a stopped process."""
+    try:
+        read = syscalls.process_vm_readv(pid, address, into)
+    except OSError as error:
+        raise CheckpointError(f"the memory of process {pid} cannot be read: {error}") from error
+    if read != len(into):
+        raise CheckpointError(f"process {pid} has no memory at {address + read:#x} any more")
 
 
-def load(images: Path, reader: PageReader, trace: Trace, step: str) -> int:
-    """Write the page images that the page maps in `images` name; returns the bytes of memory."""
-    maps = [page_map for page_map in page_maps(images) if page_map.runs]
-    total = sum(page_map.file_bytes for page_map in maps)
-    if total > _MAX_BYTES or len({page_map.pages_id for page_map in maps}) != len(maps):
-        raise RestoreError("the checkpoint's page maps contradict each other", details=f"{total} bytes")
-    with ExitStack() as files:
-        objects: dict[str, list[Run]] = {}
-        for page_map in maps:
-            path = images / f"pages-{page_map.pages_id}.img"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            files.callback(os.close, fd)
-            os.ftruncate(fd, page_map.file_bytes)
-            offset = 0
-            for run in page_map.runs:
-                if not run.in_process:
-                    placed = Run(run.address, run.size_bytes, fd, offset)
-                    objects.setdefault(page_map.name, []).append(placed)
-                    offset += run.size_bytes
-        reader.fill(objects, trace, step)
-    return total
+@dataclass(frozen=True)
+class PageImages:
+    """The page images that the page maps of a dump name, to be served instead of written."""
+
+    files: tuple[ServedFile, ...]
+    images: tuple[PageImage, ...]
+    """What each file holds."""
+
+    @classmethod
+    def of(cls, directory: Path) -> PageImages:
+        """Raises `RestoreError` when page maps contradict each other, `EngineError` for a malformed one."""
+        maps = [page_map for page_map in page_maps(directory) if page_map.file_bytes]
+        total = sum(page_map.file_bytes for page_map in maps)
+        if total > _MAX_BYTES or len({page_map.pages_id for page_map in maps}) != len(maps):
+            raise RestoreError("the checkpoint's page maps contradict each other", details=f"{total} bytes")
+        inheriting = {f"pagemap-{pid}.img" for pid in inheriting_processes(directory)}
+        return cls(
+            # CRIU reads memory that may be shared with the parent page by page.
+            tuple(ServedFile(_pages_name(m), m.file_bytes, direct=m.name not in inheriting) for m in maps),
+            tuple(
+                PageImage(m.name, [(r.address, r.size_bytes) for r in m.runs if not r.in_process])
+                for m in maps
+            ),
+        )
+
+
+def _pages_name(page_map: PageMap) -> str:
+    return f"pages-{page_map.pages_id}.img"

@@ -172,7 +172,7 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def process_vm_readv(pid: int, address: int, into: bytearray) -> int:
+def process_vm_readv(pid: int, address: int, into: bytearray | memoryview) -> int:
     """Read memory of process `pid` from `address` on (process_vm_readv(2)); returns how many bytes."""
     buffer = (ctypes.c_char * len(into)).from_buffer(into)
     local = _IoVec(ctypes.addressof(buffer), len(into))

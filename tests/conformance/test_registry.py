@@ -22,12 +22,12 @@ from oci.artifact import Artifact, ArtifactWriter, BaseImage
 from oci.errors import StoreError
 from oci.layout import Layout
 from oci.manifest import Manifest
-from oci.pages import Run
 from oci.reference import parse
 from oci.registry import Repository
 from oci.store import Descriptor
 from oci.transfer import copy
 from tests.artifacts import MEMORY_ADDRESS, layer_tar, put_checkpoint, put_image
+from tests.page_images import read_range
 
 CONFIG = Config()
 PROGRAM = CONFIG.tool("docker-registry")
@@ -192,11 +192,7 @@ def test_checkpoint_goes_there_and_comes_back(
     artifact = Artifact.open(repository, "web")
     assert artifact.manifest == put
     assert repository.tags() == ["web"]
-    with (tmp_path / "memory").open("w+b") as file:
-        file.truncate(len(memory))
-        runs = {"pagemap-1.img": [Run(MEMORY_ADDRESS, len(memory), file.fileno(), 0)]}
-        artifact.pages().fill(runs, Trace(), "fill")
-        assert file.read() == memory
+    assert read_range(artifact.pages(), "pagemap-1.img", (MEMORY_ADDRESS, len(memory))) == memory
     with artifact.rootfs_diff() as stream, tarfile.open(fileobj=stream, mode="r|") as tar:  # type: ignore[call-overload]
         assert tar.getnames() == ["changed"]
     assert artifact.base == base.manifest

@@ -32,10 +32,11 @@ from oci.errors import ArtifactError, DigestError, StoreError
 from oci.index import CHUNK_BYTES, Chunk, Extent, Index
 from oci.layout import Layout
 from oci.manifest import IMAGE_MANIFEST, LAYER_ZSTD
-from oci.pages import PAGES, Run
+from oci.pages import PAGES
 from oci.store import Descriptor
 from oci.transfer import copy
 from tests.artifacts import MEMORY_ADDRESS, layer_tar, put_checkpoint
+from tests.page_images import read_range
 
 MEMORY_BYTES = 2 * CHUNK_BYTES
 SIZE = "ai.cedana.uncompressed-size"
@@ -114,11 +115,7 @@ class Victim:
 
     def fill(self) -> bytes:
         """Read all memory back."""
-        with (self.directory / "memory").open("w+b") as file:
-            file.truncate(MEMORY_BYTES)
-            run = Run(MEMORY_ADDRESS, MEMORY_BYTES, file.fileno(), 0)
-            self.open().pages().fill({"pagemap-1.img": [run]}, Trace(), "fill")
-            return file.read()
+        return read_range(self.open().pages(), "pagemap-1.img", (MEMORY_ADDRESS, MEMORY_BYTES))
 
     def use(self) -> None:
         """Everything a restore reads."""

@@ -74,8 +74,8 @@ def test_every_no_has_a_consequence_and_a_remedy_and_no_yes_has(config: Config, 
 
 def test_features_come_in_a_fixed_order(config: Config) -> None:
     assert [feature.name for feature in features.check(config)] == [
-        "kernel", "CRIU", "runc", "containerd", "cgroups", "freezer", "overlayfs", "nftables", "socket tools",
-        "userfaultfd", "lazy pages", "CUDA driver", "GPU",
+        "kernel", "CRIU", "runc", "containerd", "cgroups", "freezer", "overlayfs", "FUSE", "nftables",
+        "socket tools", "userfaultfd", "lazy pages", "CUDA driver", "GPU",
     ]  # fmt: skip
 
 
@@ -184,17 +184,21 @@ def test_hybrid_hierarchy_is_v1(config: Config, tmp_path: Path) -> None:
     assert found["freezer"].ok
 
 
-def test_overlayfs_may_be_a_module_not_loaded_yet(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("overlayfs", "kernel/fs/overlayfs/overlay.ko.xz"), ("FUSE", "kernel/fs/fuse/fuse.ko.zst")],
+)
+def test_file_system_may_be_a_module_not_loaded_yet(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     monkeypatch.setattr("platform.release", lambda: "6.1.0")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/filesystems").write_text("nodev\tproc\n\text4\n")
     roots = Roots(proc=tmp_path / "proc", modules=tmp_path / "modules")
-    assert not _check(config, roots)["overlayfs"].ok
+    assert not _check(config, roots)[name].ok
     (tmp_path / "modules/6.1.0").mkdir(parents=True)
-    (tmp_path / "modules/6.1.0/modules.dep").write_text("kernel/fs/overlayfs/overlay.ko.xz:\n")
-    assert _check(config, roots)["overlayfs"].ok
+    (tmp_path / "modules/6.1.0/modules.dep").write_text(f"{module}:\n")
+    assert _check(config, roots)[name].ok
 
 
 def test_gpus_are_counted_by_model(config: Config, tmp_path: Path) -> None:

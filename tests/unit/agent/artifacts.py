@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import struct
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def checkpoint(
     images = directory.parent / "criu"
     images.mkdir(parents=True, exist_ok=True)
     (images / "inventory.img").write_bytes(b"x" * 64)
+    (images / "pstree.img").write_bytes(struct.pack("<II", 0x54564319, 0x50273030))
     with ArtifactWriter(Layout(directory), base, Trace()) as writer:
         writer.add_rootfs_diff([tar(new=b"file")])
         writer.add_criu_images(images)

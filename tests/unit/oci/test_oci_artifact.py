@@ -23,11 +23,11 @@ from oci.errors import ArtifactError, StoreError
 from oci.index import CHUNK_BYTES
 from oci.layout import Layout
 from oci.manifest import LAYER_GZIP, LAYER_ZSTD, Manifest
-from oci.pages import Run
 from oci.record import ProcessRecord
 from oci.store import Descriptor, Store, read_blob
 from oci.transfer import copy
 from tests.artifacts import CRIU_IMAGES, MEMORY_ADDRESS, RECORD, SPEC, layer_tar, put_checkpoint, put_image
+from tests.page_images import read_range
 
 SCHEMAS = Path(oci.__file__).parent / "schemas" / "image-spec"
 
@@ -74,11 +74,8 @@ def test_everything_put_into_a_checkpoint_comes_back(put: Callable[..., Artifact
     assert artifact.spec() == SPEC
     with artifact.rootfs_diff() as stream, tarfile.open(fileobj=io.BytesIO(stream.read())) as tar:
         assert tar.getnames() == ["changed"]
-    with (tmp_path / "memory").open("w+b") as file:
-        file.truncate(2 * CHUNK_BYTES)
-        run = Run(MEMORY_ADDRESS, 2 * CHUNK_BYTES, file.fileno(), 0)
-        artifact.pages().fill({"pagemap-1.img": [run]}, Trace(), "fill")
-        assert file.read() == bytes(range(256)) * 2048
+    memory = read_range(artifact.pages(), "pagemap-1.img", (MEMORY_ADDRESS, 2 * CHUNK_BYTES))
+    assert memory == bytes(range(256)) * 2048
     assert artifact.record.container == RECORD.container
     assert artifact.record.memory.total == 2 * CHUNK_BYTES
     assert 0 < artifact.record.memory.stored < CHUNK_BYTES

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,10 @@ from oci import pages
 from oci.errors import ArtifactError, DigestError, StoreError
 from oci.index import CHUNK_BYTES, ZERO, Chunk, Extent, Index
 from oci.layout import Layout
-from oci.pages import PageReader, PageWriter, Run
+from oci.page_stream import PageImage, PageReader
+from oci.pages import PageWriter
 from oci.store import Descriptor
+from tests.page_images import read_back, read_range
 
 PAGE = 4096
 BASE = 0x7F12_3456_7000
@@ -28,22 +29,6 @@ BASE = 0x7F12_3456_7000
 @pytest.fixture
 def store(tmp_path: Path) -> Layout:
     return Layout(tmp_path / "layout")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Iterator[Callable[[int], int]]:
-    """Makes fresh sparse files of a size."""
-    made: list[int] = []
-
-    def make(size: int) -> int:
-        fd = os.open(tmp_path / f"memory-{len(made)}", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(fd, size)
-        made.append(fd)
-        return fd
-
-    yield make
-    for fd in made:
-        os.close(fd)
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -61,31 +46,22 @@ def save(store: Layout, objects: dict[str, Sequence[tuple[int, bytes]]]) -> tupl
     return writer, PageReader(store, decoded, packs)
 
 
-def content(fd: int) -> bytes:
-    return os.pread(fd, os.fstat(fd).st_size, 0)
-
-
-def test_memory_comes_back_as_it_was(store: Layout, target: Callable[[int], int]) -> None:
+def test_memory_comes_back_as_it_was(store: Layout) -> None:
     first = noise(3 * CHUNK_BYTES + 5 * PAGE)
     second = b"text " * 200_000
     second = second[: len(second) // PAGE * PAGE]
     _, reader = save(store, {"a": [(BASE, first)], "b": [(PAGE, second)]})
-    a, b = target(len(first)), target(len(second))
-    runs = {"a": [Run(BASE, len(first), a, 0)], "b": [Run(PAGE, len(second), b, 0)]}
-    reader.fill(runs, Trace(), "fill")
-    assert content(a) == first
-    assert content(b) == second
+    images = PageImage("a", [(BASE, len(first))]), PageImage("b", [(PAGE, len(second))])
+    assert read_back(reader, *images) == [first, second]
     assert sorted(reader.objects()) == ["a", "b"]
     assert reader.size_bytes("a") == len(first)
 
 
-def test_zero_memory_costs_nothing(store: Layout, target: Callable[[int], int]) -> None:
+def test_zero_memory_costs_nothing(store: Layout) -> None:
     size = 64 << 20
     writer, reader = save(store, {"a": [(0, bytes(size))]})
     assert (writer.zero_bytes, writer.stored_bytes) == (size, 0)
-    fd = target(size)
-    reader.fill({"a": [Run(0, size, fd, 0)]}, Trace(), "fill")
-    assert os.fstat(fd).st_blocks == 0
+    assert not any(read_range(reader, "a", (0, size)))
 
 
 def test_equal_memory_is_stored_once(store: Layout) -> None:
@@ -118,17 +94,15 @@ def test_compressible_memory_is_compressed_though_incompressible_came_before(sto
     assert writer.stored_bytes < (2 << 20) + 0.6 * len(half)
 
 
-def test_scattered_pages_share_chunks_and_come_back(store: Layout, target: Callable[[int], int]) -> None:
+def test_scattered_pages_share_chunks_and_come_back(store: Layout) -> None:
     pieces = [(BASE // CHUNK_BYTES * CHUNK_BYTES + i * 2 * PAGE, noise(PAGE, i)) for i in range(128)]
     writer = PageWriter(store, Trace())
     for address, data in pieces:
         writer.add("a", address, data)
     index, packs = writer.close()
     assert len(index.chunks) == 4
-    fd = target(128 * PAGE)
-    runs = [Run(address, PAGE, fd, i * PAGE) for i, (address, _) in enumerate(pieces)]
-    PageReader(store, index, packs).fill({"a": runs}, Trace(), "fill")
-    assert content(fd) == b"".join(data for _, data in pieces)
+    runs = [(address, PAGE) for address, _ in pieces]
+    assert read_range(PageReader(store, index, packs), "a", *runs) == b"".join(data for _, data in pieces)
 
 
 def test_small_memory_of_many_workers_makes_one_pack(store: Layout) -> None:
@@ -138,9 +112,7 @@ def test_small_memory_of_many_workers_makes_one_pack(store: Layout) -> None:
     assert len(packs) == 1
 
 
-def test_large_memory_makes_packs_of_about_32_mib(
-    store: Layout, target: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_memory_makes_packs_of_about_32_mib(store: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PACK_BYTES", 1 << 20)
     data = noise(16 << 20)
     writer = PageWriter(store, Trace())
@@ -148,12 +120,10 @@ def test_large_memory_makes_packs_of_about_32_mib(
     index, packs = writer.close()
     assert len(packs) > 8
     assert all(pack.size <= (1 << 20) + CHUNK_BYTES for pack in packs)
-    fd = target(len(data))
-    PageReader(store, index, packs).fill({"a": [Run(0, len(data), fd, 0)]}, Trace(), "fill")
-    assert content(fd) == data
+    assert read_range(PageReader(store, index, packs), "a", (0, len(data))) == data
 
 
-def test_buffer_may_change_after_flush(store: Layout, target: Callable[[int], int]) -> None:
+def test_buffer_may_change_after_flush(store: Layout) -> None:
     first, second = noise(CHUNK_BYTES, 1), noise(CHUNK_BYTES, 2)
     buffer = bytearray(first)
     writer = PageWriter(store, Trace())
@@ -162,9 +132,7 @@ def test_buffer_may_change_after_flush(store: Layout, target: Callable[[int], in
     buffer[:] = second
     writer.add("a", CHUNK_BYTES, buffer)
     index, packs = writer.close()
-    fd = target(2 * CHUNK_BYTES)
-    PageReader(store, index, packs).fill({"a": [Run(0, 2 * CHUNK_BYTES, fd, 0)]}, Trace(), "fill")
-    assert content(fd) == first + second
+    assert read_range(PageReader(store, index, packs), "a", (0, 2 * CHUNK_BYTES)) == first + second
 
 
 def test_addresses_must_ascend(store: Layout) -> None:
@@ -204,11 +172,8 @@ def test_failure_of_the_store_reaches_the_caller_and_ends_the_workers(tmp_path: 
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pages-")]
 
 
-def test_run_that_is_not_in_the_index_is_refused_before_anything_is_read(
-    store: Layout, target: Callable[[int], int]
-) -> None:
+def test_run_that_is_not_in_the_index_is_refused_before_anything_is_read(store: Layout) -> None:
     _, reader = save(store, {"a": [(BASE, noise(4 * PAGE)), (BASE + 8 * PAGE, noise(PAGE))]})
-    fd = target(16 * PAGE)
     for name, address, length in (
         ("a", BASE - PAGE, PAGE),
         ("a", BASE + 3 * PAGE, 2 * PAGE),
@@ -216,19 +181,17 @@ def test_run_that_is_not_in_the_index_is_refused_before_anything_is_read(
         ("b", BASE, PAGE),
     ):
         with pytest.raises(ArtifactError, match="has no memory"):
-            reader.fill({name: [Run(address, length, fd, 0)]}, Trace(), "fill")
-    assert os.fstat(fd).st_blocks == 0
+            reader.stream([PageImage(name, [(address, length)])], Trace(), "memory")
 
 
 @pytest.mark.parametrize("data", [noise(2 * CHUNK_BYTES), b"compressible " * 50_000], ids=["raw", "zstd"])
-def test_changed_pack_is_noticed(store: Layout, target: Callable[[int], int], data: bytes) -> None:
+def test_changed_pack_is_noticed(store: Layout, data: bytes) -> None:
     data = data[: len(data) // PAGE * PAGE]
     writer = PageWriter(store, Trace())
     writer.add("a", 0, data)
     index, packs = writer.close()
     path = store.directory / "blobs" / "sha256" / packs[0].digest.removeprefix("sha256:")
     good = path.read_bytes()
-    fd = target(len(data))
     for bad in (
         bytes([good[0] ^ 1]) + good[1:],
         good[:-1] + bytes([good[-1] ^ 1]),
@@ -237,7 +200,7 @@ def test_changed_pack_is_noticed(store: Layout, target: Callable[[int], int], da
     ):
         path.write_bytes(bad)
         with pytest.raises(DigestError):
-            PageReader(store, index, packs).fill({"a": [Run(0, len(data), fd, 0)]}, Trace(), "fill")
+            read_range(PageReader(store, index, packs), "a", (0, len(data)))
 
 
 runs_of_pages = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 150), st.integers(0, 3)), max_size=12)
@@ -265,19 +228,17 @@ def test_any_memory_comes_back_whole_and_in_part(
                 address += len(piece)
         index, packs = writer.close()
         reader = PageReader(store, Index.decode(index.encode(), [p.size for p in packs]), packs)
-        with tempfile.TemporaryFile() as file:
-            runs: dict[str, list[Run]] = {}
-            expected = bytearray()
-            for name, pieces in memory.items():
-                for address, piece in pieces:
-                    first = data.draw(st.integers(0, len(piece) // PAGE - 1)) * PAGE
-                    runs.setdefault(name, []).append(
-                        Run(address + first, len(piece) - first, file.fileno(), len(expected))
-                    )
-                    expected += piece[first:]
-            file.truncate(len(expected))
-            reader.fill(runs, Trace(), "fill")
-            assert content(file.fileno()) == expected
+        images, expected = [], []
+        for name, pieces in memory.items():
+            runs, content = [], b""
+            for address, piece in pieces:
+                first = data.draw(st.integers(0, len(piece) // PAGE - 1)) * PAGE
+                runs.append((address + first, len(piece) - first))
+                content += piece[first:]
+            if runs:
+                images.append(PageImage(name, runs))
+                expected.append(content)
+        assert read_back(reader, *images) == expected
 
 
 def index_of(chunks: Sequence[Chunk] = (), **objects: Sequence[Extent]) -> bytes:

@@ -11,9 +11,12 @@ import pytest
 
 from base.trace import Trace
 from oci.layout import Layout
-from oci.pages import PageReader, PageWriter
+from oci.page_stream import PageReader
+from oci.pages import PageWriter
 from runtime import memory
 from runtime.errors import CheckpointError, RestoreError
+from runtime.memory import PageImages
+from tests.page_images import read_back
 from tests.unit.runtime.test_images import image, number
 
 PAGE = 4096
@@ -24,6 +27,16 @@ def dump(directory: Path, name: str, pages_id: int, runs: list[tuple[int, bytes]
     entries = (number(1, address) + number(2, len(data) // PAGE) + number(4, 4) for address, data in runs)
     (directory / name).write_bytes(image(number(1, pages_id), *entries))
     (directory / f"pages-{pages_id}.img").write_bytes(b"".join(data for _, data in runs))
+    if not (directory / "pstree.img").exists():
+        process_tree(directory, {1: 0})
+
+
+def process_tree(directory: Path, parents: dict[int, int], programs: dict[int, int] | None = None) -> None:
+    """What CRIU says of the processes: {pid: parent}, and the file each runs, 0 for a zombie."""
+    entries = (number(1, pid) + number(2, parent) for pid, parent in parents.items())
+    (directory / "pstree.img").write_bytes(image(*entries, magic=0x50273030))
+    for pid, program in (programs or {}).items():
+        (directory / f"mm-{pid}.img").write_bytes(image(number(12, program), magic=0x57492820))
 
 
 def stored(tmp_path: Path, source: Path) -> PageReader:
@@ -34,26 +47,31 @@ def stored(tmp_path: Path, source: Path) -> PageReader:
     return PageReader(store, index, packs)
 
 
-def test_pages_come_back_and_zeros_stay_holes(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
+def test_pages_come_back_as_the_page_images_criu_wrote(tmp_path: Path) -> None:
     noise = os.urandom(300 * PAGE)
     dump(
-        source,
+        tmp_path,
         "pagemap-1.img",
         1,
         [(0x400000, noise), (0x7F0000001000, bytes(2000 * PAGE)), (0x7FFFFF000000, noise)],
     )
-    dump(source, "pagemap-shmem-9.img", 2, [(0, b"shared! " * 512 * 3)])
-    reader = stored(tmp_path, source)
-    for path in source.glob("pagemap-*"):
-        (target / path.name).write_bytes(path.read_bytes())
-    assert memory.load(target, reader, Trace(), "memory") == 2603 * PAGE
-    for path in source.glob("pages-*"):
-        assert (target / path.name).read_bytes() == path.read_bytes()
-        assert (target / path.name).stat().st_mode & 0o777 == 0o600
-    assert (target / "pages-1.img").stat().st_blocks * 512 < 1000 * PAGE
+    dump(tmp_path, "pagemap-shmem-9.img", 2, [(0, b"shared! " * 512 * 3)])
+    reader = stored(tmp_path, tmp_path)
+    pages = PageImages.of(tmp_path)
+    assert [(file.name, file.size_bytes) for file in pages.files] == [
+        ("pages-1.img", 2600 * PAGE),
+        ("pages-2.img", 3 * PAGE),
+    ]
+    contents = read_back(reader, *pages.images)
+    assert contents == [(tmp_path / file.name).read_bytes() for file in pages.files]
+
+
+def test_memory_that_may_be_shared_with_the_parent_is_cached_by_the_kernel(tmp_path: Path) -> None:
+    for pid in (1, 2, 3):
+        dump(tmp_path, f"pagemap-{pid}.img", pid, [(0x400000, bytes(PAGE))])
+    process_tree(tmp_path, {1: 0, 2: 1, 3: 1, 4: 1}, {1: 7, 2: 7, 3: 8})
+    served = {file.name: file.direct for file in PageImages.of(tmp_path).files}
+    assert served == {"pages-1.img": True, "pages-2.img": False, "pages-3.img": True}
 
 
 def test_fewer_pages_than_the_map_lists_is_an_error(tmp_path: Path) -> None:
@@ -64,45 +82,39 @@ def test_fewer_pages_than_the_map_lists_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pages", [[1, 1], [(1 << 40), 2]])
-def test_hostile_page_maps_are_refused_before_a_file_is_made(tmp_path: Path, pages: list[int]) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
-    dump(source, "pagemap-1.img", 1, [(0x1000, os.urandom(PAGE))])
-    reader = stored(tmp_path, source)
+def test_hostile_page_maps_are_refused(tmp_path: Path, pages: list[int]) -> None:
     for name, count in enumerate(pages):
         entry = number(1, 0x1000) + number(2, count) + number(4, 4)
         head = number(1, 1)
-        (target / f"pagemap-{name}.img").write_bytes(image(head, entry))
+        (tmp_path / f"pagemap-{name}.img").write_bytes(image(head, entry))
     with pytest.raises(RestoreError):
-        memory.load(target, reader, Trace(), "memory")
-    assert not list(target.glob("pages-*"))
+        PageImages.of(tmp_path)
 
 
 def test_memory_a_lazy_dump_left_is_read_from_the_process(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
     held = mmap.mmap(-1, 3000 * PAGE)
     held[: 1500 * PAGE] = os.urandom(1500 * PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(held))
     lazy = number(1, address) + number(2, 3000) + number(4, 2)
     stack = os.urandom(2 * PAGE)
-    (source / "pagemap-1.img").write_bytes(
+    (tmp_path / "pagemap-1.img").write_bytes(
         image(number(1, 5), lazy, number(1, address + (1 << 30)) + number(2, 2) + number(4, 4))
     )
-    (source / "pages-5.img").write_bytes(stack)
+    (tmp_path / "pages-5.img").write_bytes(stack)
+    process_tree(tmp_path, {1: 0})
     store = Layout(tmp_path / "layout")
     writer = PageWriter(store, Trace())
-    assert memory.store(source, writer, {1: os.getpid()}) == 3002 * PAGE
+    before = held[:]
+    assert memory.store(tmp_path, writer, {1: os.getpid()}) == 3002 * PAGE
+    held[:PAGE] = bytes(PAGE)  # nothing is read any more
     index, packs = writer.close()
-    (target / "pagemap-1.img").write_bytes((source / "pagemap-1.img").read_bytes())
-    memory.load(target, PageReader(store, index, packs), Trace(), "memory")
-    assert (target / "pages-5.img").read_bytes() == held[:] + stack
+    assert read_back(PageReader(store, index, packs), *PageImages.of(tmp_path).images) == [before + stack]
 
 
 def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
     lazy = number(1, 0x1000) + number(2, 1) + number(4, 2)
     (tmp_path / "pagemap-1.img").write_bytes(image(number(1, 5), lazy))
+    writer = PageWriter(Layout(tmp_path / "layout"), Trace())
     with pytest.raises(CheckpointError, match="cannot be read"):
-        memory.store(tmp_path, PageWriter(Layout(tmp_path / "layout"), Trace()), {1: os.getpid()})
+        memory.store(tmp_path, writer, {1: os.getpid()})
+    writer.abort()
