@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from base import config as configuration
+from base.annotations import BRIDGE, TCP
 from base.config import Config
 from base.errors import CedanaError
 from base.trace import Progress, Step, Trace
@@ -62,7 +63,7 @@ def _prepare(request: Request, config: Config, trace: Trace) -> Request:
     return {"images": str(images) if images else ""}
 
 
-_WISHES = {"ai.cedana.tcp": "tcp", "ai.cedana.bridge": "bridge"}
+_WISHES = {TCP: "tcp", BRIDGE: "bridge"}
 """Annotations of the container that say how it wants to be restored."""
 
 

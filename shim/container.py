@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from base.annotations import COLD_START, ENV_MARKER, ON_INCOMPATIBLE, RESTORE_FROM
 from base.config import Config
 from runtime import cgroups
 from runtime.criu import environment
@@ -38,11 +39,6 @@ from shim.oci import OciRuntime
 from shim.options import RESTORE_MARK, RuncOptions
 from shim.reaper import Reaper
 from shim.stdio import Owner, ProcessIO, Stdio
-
-RESTORE_FROM = "ai.cedana.restore-from"
-ON_INCOMPATIBLE = "ai.cedana.on-incompatible"
-COLD_START = "cold-start"
-ENV_MARKER = "CEDANA_CHECKPOINT"
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9]+(?:[._-](?:[A-Za-z0-9]+))*")
 _UNMOUNT_RETRIES = 50
