@@ -20,6 +20,7 @@ from typing import Any
 from base.annotations import COLD_START, ENV_MARKER, ON_INCOMPATIBLE, RESTORE_FROM
 from base.config import Config
 from runtime import cgroups
+from runtime.container import Mount
 from runtime.criu import environment
 from runtime.runc import Runc
 from shim import log, mounts
@@ -34,7 +35,6 @@ from shim.errors import (
 )
 from shim.execs import Exec
 from shim.init import Checkpoint, Deleted, Init
-from shim.mounts import Mount
 from shim.oci import OciRuntime
 from shim.options import RESTORE_MARK, RuncOptions
 from shim.reaper import Reaper
