@@ -22,7 +22,7 @@ from oci.artifact import Artifact
 from oci.content import ContentDirectory
 from oci.reference import LayoutReference, Reference, parse
 from oci.store import Store
-from runtime import memory, rootfs
+from runtime import layer, memory, rootfs
 from runtime.container import Container, Mount
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.node import this_node
@@ -175,7 +175,7 @@ def _apply_difference(artifact: Artifact, mounts: Sequence[Mount]) -> None:
     layers = rootfs.overlay_dirs(mounts)
     try:
         with artifact.rootfs_diff() as stream:
-            rootfs.apply(stream, layers.upper, layers.lower, user_xattr=layers.user_xattr)
+            layer.apply(stream, layers.upper, layers.lower, user_xattr=layers.user_xattr)
     except OSError as error:
         raise RestoreError(
             "the root filesystem's difference could not be written",

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.difference import difference
 from runtime.errors import CheckpointError
-from runtime.rootfs import OverlayDirs, apply, difference, overlay_dirs
+from runtime.layer import apply
+from runtime.rootfs import OverlayDirs, overlay_dirs
 from tests.tree import snapshot
 
 

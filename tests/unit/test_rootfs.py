@@ -14,10 +14,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from runtime import rootfs, tar
+from runtime import layer, tar
 from runtime.container import Mount
+from runtime.difference import difference
 from runtime.errors import CheckpointError, IncompatibleError
-from runtime.rootfs import OverlayDirs, apply, difference, overlay_dirs
+from runtime.layer import apply
+from runtime.rootfs import OverlayDirs, overlay_dirs
 from runtime.tar import Entry, Kind, Reader
 from tests.tree import WHITEOUT, snapshot
 
@@ -461,7 +463,7 @@ def test_a_path_longer_than_the_kernel_takes_is_refused(tmp_path: Path) -> None:
     os.close(here)
     with pytest.raises(CheckpointError):
         list(difference(dirs(tmp_path)))
-    rootfs.empty(tmp_path)
+    layer.empty(tmp_path)
 
 
 def test_sockets_are_left_out(tmp_path: Path) -> None:
