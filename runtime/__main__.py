@@ -21,7 +21,7 @@ from base.annotations import BRIDGE, TCP
 from base.config import Config
 from base.errors import CedanaError
 from base.trace import Progress, Step, Trace
-from hooks import network
+from hooks import netbuild
 from runtime import fetch
 from runtime.checkpoint import CheckpointOptions, dump
 from runtime.container import Container, Mount, load_spec, unique_id
@@ -92,7 +92,7 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
 
 
 def _discard(request: Request, config: Config, trace: Trace) -> Request:
-    network.remove(unique_id(request["namespace"], request["id"]), config)
+    netbuild.remove(unique_id(request["namespace"], request["id"]), config)
     fetch.discard_behind(config, request["namespace"], request["id"])
     return {}
 

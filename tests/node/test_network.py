@@ -28,8 +28,9 @@ import pytest
 
 from base.config import Config, load
 from hooks import netconfig, netlock, netns, sockdiag
+from hooks.netbuild import remove
 from hooks.netns import NetworkError
-from hooks.network import NetworkParticipant, remove
+from hooks.network import NetworkParticipant
 from hooks.participant import CriuSettings, Source, Target
 from tests.node.bed import Bed
 from tests.node.bed import Node as BedNode
