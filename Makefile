@@ -1,7 +1,7 @@
 # make setup   everything a fresh Debian 12 or 13 machine needs (as root); again, it does nothing
 # make demo    redis moves from one node to another under a client that goes on writing
 # make test    every test
-# make check   what needs no root: lint, and the tests of single parts
+# make check   after make setup, in a minute: lint, and the tests of single parts
 # make bench   BENCH=basic: the figures of docs/benchmarks.md
 # make lock    requirements.lock from pyproject.toml
 # make clean   removes what the others made in this folder

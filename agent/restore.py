@@ -30,6 +30,7 @@ from agent.containers import ATTACHABLE_LABEL, CHECKPOINTED_LABEL, NERDCTL_NAME,
 from agent.errors import AlreadyExistsError, ContainerdError, FailedPreconditionError
 from agent.home import Home, home
 from agent.spec import target_spec
+from base.annotations import BRIDGE, RESTORE_FROM, TCP
 from base.config import Config
 from base.errors import CedanaError
 from base.trace import Trace
@@ -42,9 +43,6 @@ from runtime.container import Mount
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.locks import exclusive
 
-RESTORE_ANNOTATION = "ai.cedana.restore-from"
-TCP_ANNOTATION = "ai.cedana.tcp"
-BRIDGE_ANNOTATION = "ai.cedana.bridge"
 _SPEC_TYPE = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 _FIFO_ROOT = Path("/run/containerd/fifo")
 """Where containerd's clients make FIFOs, and whoever deletes the task removes them."""
@@ -211,13 +209,13 @@ def _take_away(client: Client, predecessor: api.Container, undo: ExitStack) -> N
 
 def _annotations(reference: references.AnyReference, options: RestoreOptions) -> dict[str, str]:
     """What our runtime reads from the container's spec."""
-    wishes = {TCP_ANNOTATION: options.tcp, BRIDGE_ANNOTATION: options.bridge}
-    return {RESTORE_ANNOTATION: str(reference)} | {key: value for key, value in wishes.items() if value}
+    wishes = {TCP: options.tcp, BRIDGE: options.bridge}
+    return {RESTORE_FROM: str(reference)} | {key: value for key, value in wishes.items() if value}
 
 
 def _settle(client: Client, record: api.Container, spec: dict[str, Any], labels: dict[str, str]) -> None:
     """Make the running container an ordinary one: a later start runs its program anew."""
-    ours = (RESTORE_ANNOTATION, TCP_ANNOTATION, BRIDGE_ANNOTATION)
+    ours = (RESTORE_FROM, TCP, BRIDGE)
     kept = {key: value for key, value in spec["annotations"].items() if key not in ours}
     changed = api.Container(id=record.id, labels=labels, spec=_packed({**spec, "annotations": kept}))
     client.update_container(changed, "spec", *(f"labels.{name}" for name in labels))

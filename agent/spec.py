@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agent.errors import NotAllowedError
+from base.annotations import ENV_MARKER
 from base.errors import UsageError
-from oci.artifact import ENV_MARKER
 from oci.errors import ArtifactError
 from runtime.errors import IncompatibleError
 

@@ -316,6 +316,12 @@ def route_commands(routes: Sequence[Route]) -> Iterator[str]:
         yield " ".join(words)
 
 
+def run_commands(ip: str, commands: Sequence[str]) -> None:
+    """Have `ip -batch` run them in the thread's namespace."""
+    if commands:
+        netns.run([ip, "-batch", "-"], "".join(f"{command}\n" for command in commands))
+
+
 def write_sysctls(wanted: Mapping[str, str]) -> None:
     """Set what differs in the thread's namespace; what this kernel does not let be set stays."""
     for name, value in wanted.items():

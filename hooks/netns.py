@@ -46,6 +46,17 @@ def processes(namespace: tuple[int, int], apart_from: Collection[int] = ()) -> l
 
 
 @contextmanager
+def inside(where: int | str | Path) -> Iterator[None]:
+    """Work in the namespace of a process, or in the one named by a path."""
+    fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC) if isinstance(where, Path) else open_of(where)
+    try:
+        with entered(fd):
+            yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
 def entered(fd: int) -> Iterator[None]:
     """Put the calling thread, and what it starts, into the namespace `fd`. Other threads stay."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)

@@ -12,20 +12,17 @@ sockets, this module the rest.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from base import config as base_config
 from base.config import Config
-from hooks import netconfig, netlock, netns, sockdiag
+from hooks import netbuild, netconfig, netlock, netns, netspec, sockdiag
 from hooks.netconfig import Interface, NetworkRecord, Route
 from hooks.netlock import Lock
 from hooks.netns import NetworkError
@@ -33,13 +30,8 @@ from hooks.participant import CriuSettings, Finding, Source, Target
 from hooks.sockdiag import Address, Socket
 
 _CRIU_KEY = "extRootNetNS"
-_REBUILT = frozenset({"loopback", "veth", "dummy"})
-"""Kinds of interface that can be made again without knowing more of the node."""
 _TRIES = 3
 """How often an abort tries to open a lock that it closed: one failure must not silence a container."""
-_NERDCTL_NETWORKS = "nerdctl/networks"
-_NERDCTL_ADDRESS = {4: "nerdctl/ip", 6: "nerdctl/ip6"}
-_NERDCTL_MAC = "nerdctl/mac-address"
 
 
 @dataclass(frozen=True)
@@ -120,10 +112,10 @@ class NetworkParticipant:
         if not os.access(self._tool("nft"), os.X_OK):
             findings.append(Finding("nft is not installed on this node", hint="install nftables", fatal=True))
         criu.flags |= {"tcp-close" if _closes(source.options) else "tcp-established", "skip-in-flight"}
-        if apart and inside is not None and _spec_namespace(source.spec) != inside:
+        if apart and inside is not None and netspec.namespace(source.spec) != inside:
             criu.values.append(("external", f"net[{inside[1]}]:{_CRIU_KEY}"))
         private = apart and inside is not None and not netns.processes(inside, source.pids)
-        with self._inside(source.pid):
+        with netns.inside(source.pid):
             mine = _own(sockdiag.sockets(), sockdiag.owned_inodes(source.pids))
             seen = self._look(private) if apart else _Seen(apart=False, private=False)
         self._seen[source.container_id] = seen
@@ -137,7 +129,7 @@ class NetworkParticipant:
                 )
             )
         for interface in seen.interfaces:
-            if interface.kind not in _REBUILT and interface.up:
+            if interface.kind not in netbuild.REBUILT and interface.up:
                 findings.append(
                     Finding(
                         f"the interface {interface.name} is of type {interface.kind}, which is not made"
@@ -244,7 +236,7 @@ class NetworkParticipant:
     def _take_down(self) -> None:
         ip = self._tool("ip")
         commands = [f"link set {i.name} down" for i in netconfig.read_interfaces(ip) if not i.loopback]
-        _batch(ip, commands)
+        netconfig.run_commands(ip, commands)
 
     # Target
 
@@ -268,13 +260,13 @@ class NetworkParticipant:
             case "path":
                 return tuple(self._probe_addresses(needed, place.path))
             case "hooked":
-                return tuple(_probe_hooked(target.spec, needed))
+                return tuple(netspec.probe_hooked(target.spec, needed))
             case _:
                 return tuple(self._probe_links(target, record))
 
     def _probe_addresses(self, needed: set[Address], path: Path | None) -> Iterator[Finding]:
         try:
-            with self._inside(path or "thread-self"):
+            with netns.inside(path or "thread-self"):
                 interfaces = netconfig.read_interfaces(self._tool("ip"))
         except OSError as error:
             yield Finding(
@@ -285,8 +277,8 @@ class NetworkParticipant:
         if missing := needed - present:
             where = f"the network namespace {path}" if path else "this node"
             yield Finding(
-                f"sockets of the container are bound to {_listed(missing)}, which {where} does not have"
-                f" (it has {_listed({a for a in present if not a.is_link_local}) or 'none'})",
+                f"sockets of the container are bound to {netbuild.listed(missing)}, which {where} does not"
+                f" have (it has {netbuild.listed({a for a in present if not a.is_link_local}) or 'none'})",
                 hint="give it the address, or restore with `--tcp close` if only connections use it",
                 fatal=True,
             )
@@ -296,7 +288,7 @@ class NetworkParticipant:
         bridges = [i for i in netconfig.read_interfaces(self._tool("ip")) if i.kind == "bridge"]
         chosen = self._bridges[target.container_id] = {}
         for interface in record.interfaces:
-            if interface.kind not in _REBUILT:
+            if interface.kind not in netbuild.REBUILT:
                 if interface.up:
                     yield Finding(
                         f"the container's interface {interface.name} is of type {interface.kind}, which is"
@@ -305,12 +297,12 @@ class NetworkParticipant:
                         fatal=True,
                     )
             elif interface.kind == "veth":
-                bridge = _bridge_for(interface, bridges, wanted)
+                bridge = netbuild.bridge_for(interface, bridges, wanted)
                 if bridge is None:
-                    yield _no_bridge(interface, bridges, wanted)
+                    yield netbuild.no_bridge(interface, bridges, wanted)
                     continue
                 chosen[interface.name] = bridge.name
-                yield from _probe_conflicts(interface, bridge, bridges)
+                yield from netbuild.probe_conflicts(interface, bridge, bridges)
 
     def prepare(self, target: Target, captured: Mapping[str, Any], criu: CriuSettings) -> None:
         if not captured:
@@ -327,7 +319,7 @@ class NetworkParticipant:
                 self._made[target.container_id] = made
                 self._prepare_given(made)
             case _:
-                made.place.path = self._path(target.container_id)
+                made.place.path = netbuild.path_of(target.container_id, self._config)
                 self._prepare_new(target, made)
 
     def _prepare_given(self, made: _Made) -> None:
@@ -335,7 +327,7 @@ class NetworkParticipant:
         record = made.record
         made.private = not netns.processes(netns.identity(str(made.place.path)))
         ip = self._tool("ip")
-        with self._inside(made.place.path):
+        with netns.inside(made.place.path):
             if made.private:
                 made.lock.close_all()
             elif record.connections:
@@ -347,7 +339,7 @@ class NetworkParticipant:
             if made.lifted:
                 routes = [route for route in record.routes if route.device in made.lifted]
                 commands = [f"link set {name} up" for name in made.lifted]
-                _batch(ip, [*commands, *netconfig.route_commands(routes)])
+                netconfig.run_commands(ip, [*commands, *netconfig.route_commands(routes)])
 
     def _prepare_new(self, target: Target, made: _Made) -> None:
         path, record = made.place.path, made.record
@@ -358,51 +350,28 @@ class NetworkParticipant:
                 hint="give the restored container another name",
                 details=str(path),
             )
-        remove(target.container_id, self._config)
+        netbuild.remove(target.container_id, self._config)
         self._made[target.container_id] = made
         made.created = True
         netns.create(path)
-        with self._inside(path):
+        with netns.inside(path):
             made.lock.close_all()
-            netconfig.write_sysctls({**record.sysctls, **_spec_sysctls(target.spec)})
+            netconfig.write_sysctls({**record.sysctls, **netspec.sysctls(target.spec)})
             if made.place.kind == "hooked":
-                _batch(self._tool("ip"), ["link set lo up"])
+                netconfig.run_commands(self._tool("ip"), ["link set lo up"])
         if made.place.kind == "hooked":
-            _ask_nerdctl(target, record)
+            needed = record.needed_addresses(connections=not _closes(target.options))
+            netspec.ask_nerdctl(target.spec, record, needed)
         else:
-            self._build(target.container_id, path, record)
-        _network_entry(target.spec)["path"] = str(path)
-
-    def _build(self, container_id: str, path: Path, record: NetworkRecord) -> None:
-        """Make the interfaces as they were. Nothing can be heard of them yet: the lock is closed."""
-        ip = self._tool("ip")
-        outside, inside = [], []
-        for number, interface in enumerate(record.interfaces):
-            name, mtu = interface.name, interface.mtu
-            if interface.kind == "veth":
-                outer = f"{_veth_prefix(container_id)}{number:02x}"
-                bridge = self._bridges.get(container_id, {}).get(name)
-                if bridge is None:
-                    raise NetworkError(f"no bridge was chosen for the interface {name}")
-                outside += [
-                    f"link add {outer} mtu {mtu} type veth peer name {name} address {interface.mac}"
-                    f" mtu {mtu} netns {path}",
-                    f"link set {outer} master {bridge}",
-                    f"link set {outer} up",
-                ]
-            elif interface.kind == "dummy":
-                inside.append(f"link add {name} mtu {mtu} address {interface.mac} type dummy")
-            if interface.kind in _REBUILT:
-                inside += netconfig.address_commands(interface)
-        inside += netconfig.route_commands(record.routes)
-        _batch(ip, outside)
-        with self._inside(path):
-            _batch(ip, inside)
+            bridges = self._bridges.get(target.container_id, {})
+            # Nothing can be heard of the interfaces yet: the lock is closed.
+            netbuild.build(target.container_id, path, record, bridges, self._config)
+        netspec.network_entry(target.spec)["path"] = str(path)
 
     def resume_target(self, target: Target, captured: Mapping[str, Any]) -> None:
         if (made := self._made.get(target.container_id)) is None or made.place.path is None:
             return
-        with self._inside(made.place.path):
+        with netns.inside(made.place.path):
             made.lock.open()
             if made.record.lock:  # it left this very namespace, perhaps, and is back
                 Lock(made.record.lock, self._tool("nft")).open()
@@ -418,9 +387,9 @@ class NetworkParticipant:
             if made is None or made.place.path is None:
                 return
             if made.created:
-                remove(target.container_id, self._config)
+                netbuild.remove(target.container_id, self._config)
                 return
-            with self._inside(made.place.path):
+            with netns.inside(made.place.path):
                 mine = set(made.record.connections)
                 with suppress(OSError, NetworkError):
                     sockdiag.destroy(  # what a failed restore leaves must not end the connection elsewhere
@@ -429,24 +398,14 @@ class NetworkParticipant:
                         if made.private or (not one.inode and netconfig.connection(one) in mine)
                     )
                 with suppress(NetworkError):
-                    _batch(self._tool("ip"), [f"link set {name} down" for name in made.lifted])
+                    commands = [f"link set {name} down" for name in made.lifted]
+                    netconfig.run_commands(self._tool("ip"), commands)
                 made.lock.open()
 
     # Both
 
-    @contextmanager
-    def _inside(self, where: int | str | Path) -> Iterator[None]:
-        """Work in the namespace of a process, or in the one named by a path."""
-        path = where if isinstance(where, Path) else Path(f"/proc/{where}/ns/net")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with netns.entered(fd):
-                yield
-        finally:
-            os.close(fd)
-
     def _place(self, spec: Mapping[str, Any]) -> _Place:
-        entry = _network_entry(spec)
+        entry = netspec.network_entry(spec)
         if entry is None:
             return _Place("host")
         if path := entry.get("path"):
@@ -455,48 +414,13 @@ class NetworkParticipant:
                 if netns.identity(str(given)) == _namespace("thread-self"):
                     return _Place("host")
             return _Place("path", given)
-        return _Place("hooked" if _hook_gives_addresses(spec) else "new")
-
-    def _path(self, container_id: str) -> Path:
-        return _path(container_id, self._config)
+        return _Place("hooked" if netspec.hook_gives_addresses(spec) else "new")
 
     def _lock(self, container_id: str) -> Lock:
-        return Lock(f"cedana_{_safe(container_id)}_{os.urandom(3).hex()}", self._tool("nft"))
+        return Lock(f"cedana_{netbuild.checked_id(container_id)}_{os.urandom(3).hex()}", self._tool("nft"))
 
     def _tool(self, name: str) -> str:
         return self._config.tool(name)
-
-
-def remove(container_id: str, config: Config) -> None:
-    """Remove the namespace and the links that a restore of this container made, if it made any."""
-    path = _path(container_id, config)
-    if not path.exists():
-        return
-    ip = config.tool("ip")
-    prefix = _veth_prefix(container_id)
-    links = [i.name for i in netconfig.read_interfaces(ip) if i.name.startswith(prefix)]
-    # With one end the other goes, at once; the namespace itself lives as long as its processes.
-    _batch(ip, [f"link delete {name}" for name in links])
-    netns.delete(path)
-
-
-def _path(container_id: str, config: Config) -> Path:
-    return config.run_dir / "netns" / _safe(container_id)
-
-
-def _safe(container_id: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,159}", container_id):
-        raise NetworkError(f"{container_id!r} is no container id")
-    return container_id
-
-
-def _veth_prefix(container_id: str) -> str:
-    return f"ced{hashlib.sha256(container_id.encode()).hexdigest()[:8]}"
-
-
-def _batch(ip: str, commands: Sequence[str]) -> None:
-    if commands:
-        netns.run([ip, "-batch", "-"], "".join(f"{command}\n" for command in commands))
 
 
 def _namespace(pid: int | str) -> tuple[int, int] | None:
@@ -516,67 +440,6 @@ def _own(found: Sequence[Socket], inodes: set[int]) -> list[Socket]:
     return [one for one in found if one.inode in inodes or (not one.inode and one.local_port in ports)]
 
 
-def _network_entry(spec: Mapping[str, Any]) -> Any:
-    """The network namespace in `linux.namespaces`; None when the container uses the node's."""
-    namespaces = spec.get("linux", {}).get("namespaces", [])
-    return next((entry for entry in namespaces if entry.get("type") == "network"), None)
-
-
-def _spec_namespace(spec: Mapping[str, Any]) -> tuple[int, int] | None:
-    entry = _network_entry(spec)
-    if entry is None or not entry.get("path"):
-        return None
-    try:
-        return netns.identity(str(entry["path"]))
-    except OSError:
-        return None
-
-
-def _spec_sysctls(spec: Mapping[str, Any]) -> dict[str, str]:
-    """The network settings the target's own spec asks for; runc sets them only where it makes the
-    namespace."""
-    asked = spec.get("linux", {}).get("sysctl") or {}
-    return {name.replace(".", "/"): str(value) for name, value in asked.items() if name.startswith("net.")}
-
-
-def _hook_gives_addresses(spec: Mapping[str, Any]) -> bool:
-    """Whether nerdctl's hook runs CNI for this container. runc runs the hooks in a restore too, when the
-    namespace is there and before any socket is."""
-    hooks = spec.get("hooks") or {}
-    named = [hook for kind in ("createRuntime", "prestart") for hook in hooks.get(kind) or []]
-    if not any("oci-hook" in (hook.get("args") or []) for hook in named):
-        return False
-    try:
-        networks = json.loads(spec.get("annotations", {}).get(_NERDCTL_NETWORKS, "[]"))
-    except ValueError:
-        return False
-    return any(network not in ("host", "none") and ":" not in network for network in networks)
-
-
-def _ask_nerdctl(target: Target, record: NetworkRecord) -> None:
-    """Have nerdctl's hook ask CNI for the addresses that sockets are bound to."""
-    annotations = target.spec.setdefault("annotations", {})
-    needed = record.needed_addresses(connections=not _closes(target.options))
-    for address in needed:
-        annotations.setdefault(_NERDCTL_ADDRESS[address.version], str(address))
-    for interface in record.interfaces:
-        if needed & {address.ip for address in interface.addresses} and interface.mac:
-            annotations.setdefault(_NERDCTL_MAC, interface.mac)
-
-
-def _probe_hooked(spec: Mapping[str, Any], needed: set[Address]) -> Iterator[Finding]:
-    for version, annotation in _NERDCTL_ADDRESS.items():
-        wanted = {str(address) for address in needed if address.version == version}
-        given = spec.get("annotations", {}).get(annotation)
-        if len(wanted) > 1 or (given and wanted - {given}):
-            yield Finding(
-                f"sockets of the container are bound to {', '.join(sorted(wanted))}, and it is to have"
-                f" {given or 'one address'}",
-                hint="give it that address (`nerdctl run --ip`), or restore with `--tcp close`",
-                fatal=True,
-            )
-
-
 def _other_kind(record: NetworkRecord) -> Finding:
     if record.private:
         return Finding(
@@ -589,45 +452,3 @@ def _other_kind(record: NetworkRecord) -> Finding:
         hint="restore it with `--net-host` (ctr) or `--net=host` (nerdctl)",
         fatal=True,
     )
-
-
-def _bridge_for(interface: Interface, bridges: Sequence[Interface], wanted: str) -> Interface | None:
-    """The bridge that was asked for, else the one whose network the interface's addresses are in."""
-    if wanted:
-        return next((bridge for bridge in bridges if bridge.name == wanted), None)
-    mine = [address.ip for address in interface.addresses if not address.ip.is_link_local]
-    for bridge in bridges:
-        networks = [a.network for a in bridge.addresses if not a.ip.is_link_local]
-        if bridge.up and any(ip in network for network in networks for ip in mine):
-            return bridge
-    return None
-
-
-def _no_bridge(interface: Interface, bridges: Sequence[Interface], wanted: str) -> Finding:
-    if wanted:
-        names = ", ".join(bridge.name for bridge in bridges) or "none"
-        return Finding(f"there is no bridge {wanted} on this node (bridges: {names})", fatal=True)
-    mine = {address.ip for address in interface.addresses if not address.ip.is_link_local}
-    return Finding(
-        f"no bridge of this node is in the network of the container's {interface.name}"
-        f" ({_listed(mine) or 'no address'})",
-        hint="name one with `--bridge`, or give the container a network namespace (CNI)",
-        fatal=True,
-    )
-
-
-def _probe_conflicts(
-    interface: Interface, bridge: Interface, bridges: Sequence[Interface]
-) -> Iterator[Finding]:
-    mine = [address.ip for address in interface.addresses if not address.ip.is_link_local]
-    taken = {address.ip: other.mac for other in bridges for address in other.addresses if address.ip in mine}
-    for address, mac in {**netlock.in_use(bridge.name, mine), **taken}.items():
-        yield Finding(
-            f"the container's address {address} is in use on {bridge.name} by {mac}",
-            hint="stop the container that has it: two cannot share one address",
-            fatal=True,
-        )
-
-
-def _listed(addresses: set[Address]) -> str:
-    return ", ".join(sorted(str(address) for address in addresses))

@@ -18,6 +18,7 @@ from typing import Any
 
 import zstandard
 
+from base.annotations import ENV_MARKER
 from base.trace import Trace
 from oci import criutar
 from oci.decode import dump_json, load_json
@@ -51,7 +52,6 @@ from oci.streams import UNCOMPRESSED_SIZE, CompressedUpload, Decompressed
 __all__ = [
     "ARTIFACT_TYPE",
     "CRIU",
-    "ENV_MARKER",
     "FORMAT_VERSION",
     "INDEX",
     "PAGES",
@@ -73,7 +73,6 @@ ARTIFACT_TYPE = "application/vnd.cedana.checkpoint.v1"
 CRIU = "application/vnd.cedana.checkpoint.criu.v1.tar+zstd"
 INDEX = "application/vnd.cedana.checkpoint.index.v1+zstd"
 SPEC = "application/vnd.cedana.checkpoint.spec.v1+json"
-ENV_MARKER = "CEDANA_CHECKPOINT"
 
 LAYER_ROLE = "ai.cedana.layer"
 """Annotation whose only value, "rootfs-diff", tells our image layer from the base image's."""

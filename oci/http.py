@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 from urllib.parse import urlencode, urljoin, urlsplit
 
 import urllib3
@@ -86,6 +87,15 @@ class Scope:
         return values + ([f"repository:{self.pull_from}:pull"] if self.pull_from else [])
 
 
+class Options(TypedDict, total=False):
+    """What `Client.request` takes besides."""
+
+    expect: Sequence[int]
+    headers: Mapping[str, str] | None
+    body: Body
+    attempts: int
+
+
 class Client:
     """Requests to the registry `registry` (host[:port]); used from many threads."""
 
@@ -129,9 +139,9 @@ class Client:
             time.sleep(delay)
         raise AssertionError("attempts must be positive")
 
-    def fetch(self, method: str, url: str, scope: Scope, what: str, **options: object) -> Answer:
+    def fetch(self, method: str, url: str, scope: Scope, what: str, **options: Unpack[Options]) -> Answer:
         """A request whose answer is small: read as a whole."""
-        response = self.request(method, url, scope, what, **options)  # type: ignore[arg-type]
+        response = self.request(method, url, scope, what, **options)
         limit = _MAX_ANSWER * 8
         try:
             with self.translated(what):

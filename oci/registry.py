@@ -74,7 +74,7 @@ class Repository:
 
     def exists(self, descriptor: Descriptor) -> bool:
         url = f"{self._base}/blobs/{descriptor.digest}"
-        return self._fetch("HEAD", url, self._pull, "look for a blob", expect=(200, 404)).status == 200
+        return self._client.fetch("HEAD", url, self._pull, "look for a blob", expect=(200, 404)).status == 200
 
     @contextmanager
     def open(
@@ -118,7 +118,7 @@ class Repository:
 
     def put_manifest(self, media_type: str, body: bytes, tag: str | None = None) -> Descriptor:
         descriptor = Descriptor(media_type, f"sha256:{hashlib.sha256(body).hexdigest()}", len(body))
-        answer = self._fetch(
+        answer = self._client.fetch(
             "PUT",
             f"{self._base}/manifests/{tag or descriptor.digest}",
             self._push,
@@ -136,7 +136,7 @@ class Repository:
         url: str | None = f"{self._base}/tags/list?n=1000"
         found: list[str] = []
         while url is not None and len(found) < _MAX_TAGS:
-            answer = self._fetch("GET", url, self._pull, f"list the tags of {self}", expect=(200, 404))
+            answer = self._client.fetch("GET", url, self._pull, f"list the tags of {self}", expect=(200, 404))
             if answer.status == 404:
                 return []
             tags = load_json(answer.body, f"the list of tags of {self}").get("tags") or []
@@ -158,7 +158,7 @@ class Repository:
         found: list[Descriptor] = []
         while url is not None and len(found) < _MAX_TAGS:
             what = f"list what refers to {digest}"
-            answer = self._fetch("GET", url, self._pull, what, expect=(200, 404))
+            answer = self._client.fetch("GET", url, self._pull, what, expect=(200, 404))
             if answer.status == 404:
                 return self._tagged_referrers(digest)
             found += _manifests(answer.body)
@@ -168,21 +168,8 @@ class Repository:
     def discard(self) -> None:
         """What no manifest refers to is the registry's own garbage collector's business."""
 
-    def _fetch(
-        self,
-        method: str,
-        url: str,
-        scope: Scope,
-        what: str,
-        *,
-        expect: Sequence[int] = (200,),
-        headers: Mapping[str, str] | None = None,
-        body: Body = (),
-    ) -> Answer:
-        return self._client.fetch(method, url, scope, what, expect=expect, headers=headers, body=body)
-
     def _get_manifest(self, name: str) -> Answer | None:
-        answer = self._fetch(
+        answer = self._client.fetch(
             "GET",
             f"{self._base}/manifests/{name}",
             self._pull,
@@ -197,7 +184,7 @@ class Repository:
     def _start(self) -> str:
         """Begin an upload; returns its location."""
         return self._location(
-            self._fetch(
+            self._client.fetch(
                 "POST",
                 f"{self._base}/blobs/uploads/",
                 self._push,
@@ -212,7 +199,7 @@ class Repository:
         if not repository:
             return self._start()
         query = urlencode({"mount": descriptor.digest, "from": repository})
-        answer = self._fetch(
+        answer = self._client.fetch(
             "POST",
             f"{self._base}/blobs/uploads/?{query}",
             Scope(self.repository, "pull,push", repository),
@@ -312,7 +299,7 @@ class Repository:
         """Where an upload that met `failure` goes on, and how many bytes the registry has."""
         what = f"ask how far an upload to {self.repository} got"
         try:
-            answer = self._fetch("GET", location, self._push, what, expect=(204,))
+            answer = self._client.fetch("GET", location, self._push, what, expect=(204,))
         except StatusError as error:
             # docker-registry drops an upload that broke off inside a chunk.
             raise self._lost(failure) from error
@@ -359,7 +346,7 @@ class Repository:
 
     def _has_other_tag(self, name: str, digest: str) -> bool:
         def points_here(tag: str) -> bool:
-            answer = self._fetch(
+            answer = self._client.fetch(
                 "HEAD",
                 f"{self._base}/manifests/{tag}",
                 self._pull,
@@ -374,7 +361,10 @@ class Repository:
 
     def _delete_manifest(self, name: str, what: str) -> None:
         scope = Scope(self.repository, "delete,pull")
-        answer = self._fetch("DELETE", f"{self._base}/manifests/{name}", scope, what, expect=(200, 202, 404))
+        scope = Scope(self.repository, "delete,pull")
+        answer = self._client.fetch(
+            "DELETE", f"{self._base}/manifests/{name}", scope, what, expect=(200, 202, 404)
+        )
         if answer.status == 404:
             raise self._not_found(name)
 
@@ -416,7 +406,7 @@ class Repository:
             "mediaType": IMAGE_INDEX,
             "manifests": [descriptor.to_json() for descriptor in referrers],
         }
-        self._fetch(
+        self._client.fetch(
             "PUT",
             f"{self._base}/manifests/{_referrers_tag(subject)}",
             self._push,

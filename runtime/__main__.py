@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from base import config as configuration
+from base.annotations import BRIDGE, TCP
 from base.config import Config
 from base.errors import CedanaError
 from base.trace import Progress, Step, Trace
-from hooks import network
+from hooks import netbuild
 from runtime import fetch
 from runtime.checkpoint import CheckpointOptions, dump
 from runtime.container import Container, Mount, load_spec, unique_id
@@ -62,7 +63,7 @@ def _prepare(request: Request, config: Config, trace: Trace) -> Request:
     return {"images": str(images) if images else ""}
 
 
-_WISHES = {"ai.cedana.tcp": "tcp", "ai.cedana.bridge": "bridge"}
+_WISHES = {TCP: "tcp", BRIDGE: "bridge"}
 """Annotations of the container that say how it wants to be restored."""
 
 
@@ -88,7 +89,7 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
 
 
 def _discard(request: Request, config: Config, trace: Trace) -> Request:
-    network.remove(unique_id(request["namespace"], request["id"]), config)
+    netbuild.remove(unique_id(request["namespace"], request["id"]), config)
     fetch.discard_behind(config, request["namespace"], request["id"])
     return {}
 

@@ -95,7 +95,7 @@ def of(pid: int) -> Cgroup | None:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
         return None
-    mounts = dict(_mounts())
+    mounts = hierarchies()
     paths: dict[str, Path] = {}
     unified: Path | None = None
     for line in lines:
@@ -111,6 +111,19 @@ def of(pid: int) -> Cgroup | None:
     if any(not name.startswith("name=") for name in paths):
         return CgroupV1(paths)
     return CgroupV2(unified) if unified else None
+
+
+def hierarchies() -> dict[str, Path]:
+    """The mount point of each cgroup hierarchy by controller; the controller of v2 is ''."""
+    mounts: dict[str, Path] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        if kind == "cgroup2":
+            mounts[""] = Path(before.split()[4])
+        elif kind == "cgroup":
+            mounts |= dict.fromkeys(options.split(","), Path(before.split()[4]))
+    return mounts
 
 
 @dataclass(frozen=True)
@@ -439,15 +452,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:  # absent, or gone with the container between two reads
         return ""
-
-
-def _mounts() -> Iterator[tuple[str, Path]]:
-    """(controller, mount point) of each cgroup hierarchy; the controller of v2 is ''."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        if kind == "cgroup2":
-            yield "", Path(before.split()[4])
-        elif kind == "cgroup":
-            for option in options.split(","):
-                yield option, Path(before.split()[4])

@@ -21,6 +21,7 @@ from oci.artifact import ArtifactWriter, BaseImage
 from oci.store import Descriptor, Store
 from runtime import criu, memory, record, rootfs
 from runtime.container import Container
+from runtime.difference import difference
 from runtime.manifest import DumpManifest
 from runtime.probe import Report
 from runtime.stop import StoppedContainer, make_scratch, remove_tree
@@ -88,7 +89,7 @@ def checkpoint(
             processes = stopped.report.processes
             DumpManifest.of(stopped.criu, options.wishes, captured, processes).write(images)
         with trace.step("rootfs"):
-            writer.add_rootfs_diff(rootfs.difference(layers, link_remaps(images, processes)))
+            writer.add_rootfs_diff(difference(layers, link_remaps(images, processes)))
         if options.leave_running:
             with trace.step("resume"):
                 stopped.resume()

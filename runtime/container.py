@@ -21,6 +21,7 @@ class Mount:
     type: str
     source: str
     target: str = ""
+    """Relative to the root filesystem."""
     options: tuple[str, ...] = ()
 
 

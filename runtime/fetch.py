@@ -26,7 +26,7 @@ from oci.artifact import Artifact
 from oci.content import ContentDirectory
 from oci.page_stream import PageStream
 from oci.reference import LayoutReference, parse
-from runtime import fuse, memory, rootfs
+from runtime import fuse, layer, memory, rootfs
 from runtime.container import Container, Mount
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.fuse import FileServer
@@ -282,7 +282,7 @@ def _apply_difference(artifact: Artifact, mounts: Sequence[Mount]) -> None:
     layers = rootfs.overlay_dirs(mounts)
     try:
         with artifact.rootfs_diff() as stream:
-            rootfs.apply(stream, layers.upper, layers.lower, user_xattr=layers.user_xattr)
+            layer.apply(stream, layers.upper, layers.lower, user_xattr=layers.user_xattr)
     except OSError as error:
         raise RestoreError(
             "the root filesystem's difference could not be written",

@@ -11,10 +11,10 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.cgroups import hierarchies
 from runtime.errors import EngineError
 
 _FREEZE_TIMEOUT_S = 10.0
@@ -39,7 +39,7 @@ class Freezer:
             lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
         except OSError as error:
             raise EngineError(f"process {pid} is gone", details=str(error)) from error
-        mounts = dict(_cgroup_mounts())
+        mounts = hierarchies()
         for line in lines:
             _, controllers, path = line.split(":", 2)
             if "freezer" in controllers.split(",") and (root := mounts.get("freezer")):
@@ -167,15 +167,3 @@ def _word(pid: int, address: int) -> int:
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         memory.seek(address)
         return int.from_bytes(memory.read(8), "little")
-
-
-def _cgroup_mounts() -> Iterator[tuple[str, Path]]:
-    """(controller, mount point) of each cgroup hierarchy; the controller of v2 is ''."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        if kind == "cgroup2":
-            yield "", Path(before.split()[4])
-        elif kind == "cgroup":
-            for option in options.split(","):
-                yield option, Path(before.split()[4])

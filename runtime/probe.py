@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hooks.participant import CriuSettings, Finding
-from runtime import rlimits
+from runtime import proc, rlimits
 from runtime.container import Container
 from runtime.criu import is_plain
 from runtime.freezer import Freezer
@@ -127,9 +127,7 @@ def read_process(pid: int) -> Process | None:
     """The process `pid`; None if it is gone or a zombie's descriptors cannot be read."""
     root = Path(f"/proc/{pid}")
     try:
-        status = dict(
-            line.split(":\t", 1) for line in (root / "status").read_text().splitlines() if ":\t" in line
-        )
+        status = proc.status(pid)
         command = (root / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
         return Process(
             pid=int(status["NSpid"].split()[-1]),
@@ -336,22 +334,16 @@ def _size_beneath(base: Path, path: str) -> int | None:
 
 def _parent(pid: int) -> int:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return 0
-    return int(text.rpartition(")")[2].split()[1])
+    return int(stat.rpartition(b")")[2].split()[1])
 
 
 def _inner_pid(pid: int) -> int:
     """`pid` as its own innermost pid namespace numbers it; 0 for a process outside every inner one."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                numbers = line.split()[1:]
-                return int(numbers[-1]) if len(numbers) > 1 else 0
-    except OSError:
-        pass
-    return 0
+    numbers = proc.status(pid).get("NSpid", "").split()
+    return int(numbers[-1]) if len(numbers) > 1 else 0
 
 
 def _namespace(pid: int | str, kind: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from base import __version__
 from base.config import Config
 from base.trace import Trace
 from oci.artifact import (
@@ -23,8 +24,6 @@ from runtime import criu
 from runtime.container import Container
 from runtime.node import this_node
 from runtime.probe import Report
-
-CEDANA_VERSION = "0.1.0"
 
 
 def describe(
@@ -51,7 +50,7 @@ def describe(
             cpu_features=tuple(sorted(node.cpu_flags)),
         ),
         tools={
-            "cedana": CEDANA_VERSION,
+            "cedana": __version__,
             "criu": criu.version(config),
             "runc": criu.tool_version(config, container.runc_binary).partition("\n")[0],
         },

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from base.annotations import ALLOW_CHANGED
 from base.config import Config
 from base.trace import Trace
 from hooks.participant import CriuSettings, Participant, Target
@@ -26,9 +27,6 @@ from runtime.manifest import DumpManifest
 from runtime.probe import changed_files
 from runtime.runc import last_error
 from runtime.stop import make_scratch, refuse, remove_tree
-
-ALLOW_CHANGED_ANNOTATION = "ai.cedana.allow-changed"
-"""Comma-separated paths that may differ from what they were at the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def _probe(
         )
     ]
     refuse(findings, f"container {target.container_id} cannot be restored here")
-    allowed = set(target.spec.get("annotations", {}).get(ALLOW_CHANGED_ANNOTATION, "").split(","))
+    allowed = set(target.spec.get("annotations", {}).get(ALLOW_CHANGED, "").split(","))
     missing = [
         mount["source"]
         for mount in target.spec.get("mounts", [])
@@ -117,7 +115,7 @@ def _probe(
     if blocking := [sentence for sentence in changed if sentence.split(" ")[0] not in allowed]:
         raise IncompatibleError(
             f"files differ from what they were at the checkpoint: {'; '.join(blocking[:5])}",
-            hint=f"put them back, or or list them in the annotation {ALLOW_CHANGED_ANNOTATION}",
+            hint=f"put them back, or list them in the annotation {ALLOW_CHANGED}",
         )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hooks.participant import Finding
-from runtime import syscalls
+from runtime import proc, syscalls
 
 _CAP_SYS_RESOURCE = 24
 _RLIM_INFINITY = (1 << 64) - 1
@@ -102,25 +102,17 @@ def _value(column: str) -> int:
 
 
 def _may_read_limits() -> bool:
-    return bool(int(_status("self").get("CapEff", ["0"])[0], 16) >> _CAP_SYS_RESOURCE & 1)
+    return bool(int(proc.status("self").get("CapEff", "0"), 16) >> _CAP_SYS_RESOURCE & 1)
 
 
 def _of_other_users(pids: Sequence[int]) -> bool:
     """Whether any of `pids` has a user or group id that is not root's."""
-    statuses = (_status(pid) for pid in pids)
-    return any({*s.get("Uid", [])[:3], *s.get("Gid", [])[:3]} - {"0"} for s in statuses)
+    statuses = (proc.status(pid) for pid in pids)
+    return any({*s.get("Uid", "").split()[:3], *s.get("Gid", "").split()[:3]} - {"0"} for s in statuses)
 
 
 def _under_seccomp(pids: Sequence[int]) -> bool:
-    return any(_status(pid).get("Seccomp", ["0"]) != ["0"] for pid in pids)
-
-
-def _status(pid: int | str) -> dict[str, list[str]]:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    return {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
+    return any(proc.status(pid).get("Seccomp", "0") != "0" for pid in pids)
 
 
 def _filter(audit_arch: int, prlimit64: int) -> list[tuple[int, int, int, int]]:

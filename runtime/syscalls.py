@@ -13,6 +13,7 @@ _libc.process_vm_readv.restype = ctypes.c_ssize_t
 # The same numbers on every architecture (linux, include/uapi/asm-generic/unistd.h).
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
+_SYS_OPENAT2 = 437
 _SYS_PIDFD_GETFD = 438
 _SYS_MOUNT_SETATTR = 442
 
@@ -45,6 +46,9 @@ IN_MODIFY = 0x2
 IN_DELETE_SELF = 0x400
 IN_IGNORED = 0x8000
 
+_RESOLVE = 0x01 | 0x02 | 0x04 | 0x08
+"""RESOLVE_NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH (linux/openat2.h)."""
+
 MOUNT_ATTR_RDONLY = 0x1
 _MOUNT_ATTR_IDMAP = 0x100000
 _OPEN_TREE_CLONE = 1
@@ -69,6 +73,12 @@ class _MountAttr(ctypes.Structure):
 def pidfd_getfd(pidfd: int, fd: int) -> int:
     """A duplicate of descriptor `fd` of the process `pidfd` (pidfd_getfd(2)); raises `OSError`."""
     return _check(_libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0), "pidfd_getfd")
+
+
+def open_beneath(root: int, path: str, flags: int) -> int:
+    """openat2(2) of `path` beneath `root`: no symbolic link on the way, no other mount, no way out."""
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE)
+    return _check(_libc.syscall(_SYS_OPENAT2, root, os.fsencode(path), how, len(how)), path)
 
 
 def set_child_subreaper() -> None:

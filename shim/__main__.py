@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from base import __version__
 from base.errors import CedanaError
 from shim.flags import FlagError, Flags, parse
 
@@ -28,9 +29,7 @@ def main(argv: list[str]) -> int:
 
 def _run(flags: Flags, program: str) -> int:
     if flags.version:
-        from shim.info import cedana_version
-
-        print(f"{program.rsplit('/', 1)[-1]}:\n  Version:  {cedana_version()}\n")
+        print(f"{program.rsplit('/', 1)[-1]}:\n  Version:  {__version__}\n")
         return 0
     if flags.info:
         from shim.info import info

@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from base.annotations import COLD_START, ENV_MARKER, ON_INCOMPATIBLE, RESTORE_FROM
 from base.config import Config
 from runtime import cgroups
+from runtime.container import Mount
 from runtime.criu import environment
 from runtime.runc import Runc
 from shim import log, mounts
@@ -33,16 +35,10 @@ from shim.errors import (
 )
 from shim.execs import Exec
 from shim.init import Checkpoint, Deleted, Init
-from shim.mounts import Mount
 from shim.oci import OciRuntime
 from shim.options import RESTORE_MARK, RuncOptions
 from shim.reaper import Reaper
 from shim.stdio import Owner, ProcessIO, Stdio
-
-RESTORE_FROM = "ai.cedana.restore-from"
-ON_INCOMPATIBLE = "ai.cedana.on-incompatible"
-COLD_START = "cold-start"
-ENV_MARKER = "CEDANA_CHECKPOINT"
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9]+(?:[._-](?:[A-Za-z0-9]+))*")
 _UNMOUNT_RETRIES = 50

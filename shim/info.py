@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
+from base import __version__
 from base.config import load
 from shim import wire
 from shim.log import RUNTIME
@@ -26,7 +26,7 @@ def info() -> int:
         named = dict(wire.decode(options.get(_VALUE, b""))).get(6)
         binary = named.decode() if isinstance(named, bytes) else binary
     features = _features(binary)
-    body = wire.field(1, RUNTIME) + wire.field(2, wire.field(1, cedana_version()))
+    body = wire.field(1, RUNTIME) + wire.field(2, wire.field(1, __version__))
     if options:
         body += wire.field(3, wire.any_message(options[_KIND].decode(), options.get(_VALUE, b"")))
     if features:
@@ -34,13 +34,6 @@ def info() -> int:
     sys.stdout.buffer.write(body)
     sys.stdout.flush()
     return 0
-
-
-def cedana_version() -> str:
-    try:
-        return version("cedana")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _read_options() -> dict[int, bytes]:

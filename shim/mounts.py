@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime import syscalls
+from runtime.container import Mount
 from shim.errors import TaskError
 
 _FLAGS = {
@@ -53,15 +54,6 @@ _PROPAGATION = {
     "unbindable": syscalls.MS_UNBINDABLE,
 }
 _DATA_LIMIT = os.sysconf("SC_PAGESIZE") - 512
-
-
-@dataclass(frozen=True)
-class Mount:
-    type: str
-    source: str
-    target: str = ""
-    """Relative to the root filesystem."""
-    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from runtime.cgroups import OomWatch
+from runtime.container import Mount
 from shim import log, options
 from shim.api import events_pb2, metrics_v1_pb2, metrics_v2_pb2, options_pb2
 from shim.api import task_pb2 as api
@@ -27,7 +28,6 @@ from shim.container import Container, CreateRequest, Host, process_info
 from shim.errors import AlreadyExists, NotFound, TaskError
 from shim.events import EventSink
 from shim.execs import Exec
-from shim.mounts import Mount
 from shim.reaper import Exit
 from shim.server import Method, Services
 from shim.stdio import Stdio

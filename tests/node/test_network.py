@@ -28,14 +28,13 @@ import pytest
 
 from base.config import Config, load
 from hooks import netconfig, netlock, netns, sockdiag
+from hooks.netbuild import remove
 from hooks.netns import NetworkError
-from hooks.network import NetworkParticipant, remove
+from hooks.network import NetworkParticipant
 from hooks.participant import CriuSettings, Source, Target
 from tests.node.bed import Bed
 from tests.node.bed import Node as BedNode
 from tests.node.clients import RedisClient
-
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 
 BRIDGE_ADDRESS = "10.77.5.1"
 ADDRESS = "10.77.5.2"
@@ -601,12 +600,6 @@ class Container:
             pytest.fail("\n".join(path.read_text()[-3000:] for path in logs if path.exists()))
 
 
-@pytest.fixture
-def criu_works(node: Node) -> None:
-    if not all(shutil.which(tool, path=node.config.tool_path()) for tool in ("runc", "criu")):
-        pytest.skip("needs the node tools: packaging/node/install")
-
-
 def checkpoint(node: Node, container: Container, source: Source) -> tuple[dict[str, Any], CriuSettings]:
     """Stop the container, save it, and end it, as the engine does."""
     criu = CriuSettings()
@@ -686,7 +679,6 @@ class Client(threading.Thread):
         self.join(timeout=30)
 
 
-@pytest.mark.usefixtures("criu_works")
 @pytest.mark.parametrize("given", [True, False], ids=["into_a_given_namespace", "into_a_new_namespace"])
 def test_a_connection_outlives_the_move_of_its_container(node: Node, given: bool) -> None:
     namespace = node.namespace("one")
@@ -708,7 +700,6 @@ def test_a_connection_outlives_the_move_of_its_container(node: Node, given: bool
         assert tables() == []
 
 
-@pytest.mark.usefixtures("criu_works")
 def test_a_namespace_that_runc_made_is_external_too(node: Node) -> None:
     container = Container(node, "b")
     spec = container.spec()
@@ -734,7 +725,6 @@ def test_a_namespace_that_runc_made_is_external_too(node: Node) -> None:
     assert client.error is None
 
 
-@pytest.mark.usefixtures("criu_works")
 def test_closed_connections_need_no_address(node: Node) -> None:
     container = Container(node, "c")
     source = replace(started(node, container, str(node.namespace("one"))), options={"tcp": "close"})
@@ -748,7 +738,6 @@ def test_closed_connections_need_no_address(node: Node) -> None:
     assert ask(node.connect("10.77.5.9"), b"b").endswith(b"b")
 
 
-@pytest.mark.usefixtures("criu_works")
 def test_a_failed_restore_leaves_the_connection_to_be_restored_again(node: Node) -> None:
     container = Container(node, "d")
     source = started(node, container, str(node.namespace("one")))

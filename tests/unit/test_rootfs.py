@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from runtime import rootfs, tar
+from runtime import layer, tar
 from runtime.container import Mount
+from runtime.difference import difference
 from runtime.errors import CheckpointError, IncompatibleError
-from runtime.rootfs import OverlayDirs, apply, difference, overlay_dirs
+from runtime.layer import apply
+from runtime.rootfs import OverlayDirs, overlay_dirs
 from runtime.tar import Entry, Kind, Reader
 from tests.tree import WHITEOUT, snapshot
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes devices and sets owners")
 
 names = st.binary(min_size=1, max_size=255).filter(
     lambda name: not set(b"/\0") & set(name) and name not in (b".", b"..") and not name.startswith(b".wh.")
@@ -307,7 +307,6 @@ def make(root: bytes, tree: list[tuple[bytes, str, object]], seed: int) -> None:
             os.utime(os.path.join(root, name), ns=(0, moment), follow_symlinks=False)
 
 
-@needs_root
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), st.integers(1, 1 << 20))
 @example([(b".wh", "file", b""), (b"d", "dir", None), (b"d/e", "whiteout", None)], 3)
@@ -321,7 +320,6 @@ def test_a_tree_survives_the_round_trip(tree: list[tuple[bytes, str, object]], s
         assert b"".join(difference(dirs(target))) == body
 
 
-@needs_root
 def test_holes_stay_holes(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     upper.mkdir()
@@ -341,7 +339,6 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
         assert file.read(13) == b"in the middle"
 
 
-@needs_root
 def test_a_small_hole_is_stored_as_zeros_every_tool_reads(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
     upper.mkdir()
@@ -350,7 +347,6 @@ def test_a_small_hole_is_stored_as_zeros_every_tool_reads(tmp_path: Path) -> Non
     assert b"GNU.sparse" not in b"".join(difference(dirs(upper)))
 
 
-@needs_root
 def test_applying_replaces_what_was_there(tmp_path: Path) -> None:
     upper, target = tmp_path / "upper", tmp_path / "target"
     upper.mkdir()
@@ -365,7 +361,6 @@ def test_applying_replaces_what_was_there(tmp_path: Path) -> None:
     assert snapshot(target) == snapshot(upper)
 
 
-@needs_root
 def test_a_stream_that_fails_leaves_nothing(tmp_path: Path) -> None:
     class Broken(io.BytesIO):
         def read(self, size: int | None = -1, /) -> bytes:
@@ -379,7 +374,6 @@ def test_a_stream_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_root
 def test_a_whiteout_hides_the_image_and_not_the_layer(tmp_path: Path) -> None:
     body = archive(
         (Entry(".wh.first", Kind.REGULAR), b""),
@@ -401,7 +395,6 @@ def test_a_whiteout_hides_the_image_and_not_the_layer(tmp_path: Path) -> None:
     assert stat.S_ISREG((tmp_path / "file").stat().st_mode)
 
 
-@needs_root
 def test_marks_of_a_user_xattr_overlay_are_its_own(tmp_path: Path) -> None:
     body = archive((Entry("d", Kind.DIRECTORY), b""), (Entry("d/.wh..wh..opq", Kind.REGULAR), b""))
     apply(io.BytesIO(body), tmp_path, user_xattr=True)
@@ -410,7 +403,6 @@ def test_marks_of_a_user_xattr_overlay_are_its_own(tmp_path: Path) -> None:
     assert b"d/.wh..wh..opq" in b"".join(difference(found))
 
 
-@needs_root
 def test_a_directory_the_layer_leaves_out_is_as_in_the_image(tmp_path: Path) -> None:
     upper, lower, lowest = (tmp_path / name for name in ("upper", "lower", "lowest"))
     for path in (upper, lower, lowest / "etc/private"):
@@ -429,7 +421,6 @@ def test_a_directory_the_layer_leaves_out_is_as_in_the_image(tmp_path: Path) -> 
     )
 
 
-@needs_root
 def test_a_hard_link_to_a_file_of_the_image_copies_it_up(tmp_path: Path) -> None:
     upper, lower = tmp_path / "upper", tmp_path / "lower"
     for path in (upper, lower / "usr/bin"):
@@ -442,7 +433,6 @@ def test_a_hard_link_to_a_file_of_the_image_copies_it_up(tmp_path: Path) -> None
     assert (upper / "tool2").stat().st_mode & 0o7777 == 0o4755
 
 
-@needs_root
 def test_files_without_a_name_are_added(tmp_path: Path) -> None:
     upper, target = tmp_path / "upper", tmp_path / "target"
     upper.mkdir()
@@ -473,7 +463,7 @@ def test_a_path_longer_than_the_kernel_takes_is_refused(tmp_path: Path) -> None:
     os.close(here)
     with pytest.raises(CheckpointError):
         list(difference(dirs(tmp_path)))
-    rootfs.empty(tmp_path)
+    layer.empty(tmp_path)
 
 
 def test_sockets_are_left_out(tmp_path: Path) -> None:

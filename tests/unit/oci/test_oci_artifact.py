@@ -17,8 +17,9 @@ import pytest
 import zstandard
 
 import oci
+from base.annotations import ENV_MARKER
 from base.trace import Progress, Trace
-from oci.artifact import ARTIFACT_TYPE, ENV_MARKER, Artifact, ArtifactWriter, BaseImage
+from oci.artifact import ARTIFACT_TYPE, Artifact, ArtifactWriter, BaseImage
 from oci.errors import ArtifactError, StoreError
 from oci.index import CHUNK_BYTES
 from oci.layout import Layout

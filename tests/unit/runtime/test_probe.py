@@ -47,6 +47,13 @@ def test_a_process_is_described() -> None:
         assert process.executable == os.path.realpath(sys.executable)
 
 
+def test_a_process_may_have_a_name_that_is_no_text() -> None:
+    with program("open('/proc/self/comm', 'wb').write(b'\\xff) Z 1 (\\rUid:\\t0')") as process:
+        assert process.name == "\N{REPLACEMENT CHARACTER}) Z 1 (\rUid:\t0"
+        assert process.threads == 1
+        assert probe._descends(process.host_pid, os.getpid())
+
+
 def test_deleted_files_raise_the_ghost_limit() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "x")

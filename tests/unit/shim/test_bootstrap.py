@@ -14,6 +14,7 @@ from google.protobuf.any_pb2 import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from base import __version__
 from shim import bootstrap, wire
 from shim.api import options_pb2, task_pb2
 from shim.flags import FlagError, Flags, parse
@@ -206,7 +207,7 @@ def test_info_describes_the_runtime_and_what_runc_can_do(tmp_path: Path) -> None
 
 
 def test_a_version_is_printed(tmp_path: Path) -> None:
-    assert b"Version:" in _shim("-v", cwd=tmp_path).stdout
+    assert f"Version:  {__version__}\n".encode() in _shim("-v", cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize("arguments", [("-nope",), ("start",), ("-namespace", "ns", "dance")])

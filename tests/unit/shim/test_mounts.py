@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from runtime import syscalls
+from runtime.container import Mount
 from shim import mounts
 from shim.errors import TaskError
-from shim.mounts import Mount
 
 
 @pytest.fixture
