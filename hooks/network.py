@@ -35,6 +35,8 @@ from hooks.sockdiag import Address, Socket
 _CRIU_KEY = "extRootNetNS"
 _REBUILT = frozenset({"loopback", "veth", "dummy"})
 """Kinds of interface that can be made again without knowing more of the node."""
+_NOTE = "network.json"
+"""In the scratch directory of a checkpoint: the lock it holds."""
 _TRIES = 3
 """How often an abort tries to open a lock that it closed: one failure must not silence a container."""
 _NERDCTL_NETWORKS = "nerdctl/networks"
@@ -168,12 +170,14 @@ class NetworkParticipant:
         self._held[source.container_id] = held
         with netns.entered(fd):
             if held.seen.private:
+                _note(held, source.scratch)
                 held.lock.close_all()
                 return
             inodes = sockdiag.owned_inodes(source.pids)
             while (found := _own(sockdiag.sockets(), inodes)) != list(held.sockets):
                 # A connection that came to be before its port was closed shows in the next look.
                 held.sockets = tuple(found)
+                _note(held, source.scratch)
                 held.lock.close(
                     netconfig.read_connections(found), [one.local_port for one in found if one.listening]
                 )
@@ -233,6 +237,22 @@ class NetworkParticipant:
             with suppress(Exception):
                 self.resume_source(source)
                 return
+
+    def adopt_source(self, source: Source) -> None:
+        try:
+            noted = json.loads((source.scratch / _NOTE).read_text())
+        except FileNotFoundError:
+            return
+        if (fd := netns.find((noted["device"], noted["inode"]))) is None:
+            return
+        with netns.entered(fd):
+            sockets = [one for one in sockdiag.sockets() if one.identity.hex() in noted["sockets"]]
+        self._held[source.container_id] = _Held(
+            fd=fd,
+            seen=_Seen(apart=noted["private"], private=noted["private"]),
+            lock=Lock(noted["table"], self._tool("nft")),
+            sockets=tuple(sockets),
+        )
 
     def _destroy_sockets(self, held: _Held) -> None:
         """Under the lock no reset leaves: the connections end here and nowhere else."""
@@ -465,6 +485,22 @@ class NetworkParticipant:
 
     def _tool(self, name: str) -> str:
         return self._config.tool(name)
+
+
+def _note(held: _Held, scratch: Path) -> None:
+    """Write down, before the lock is closed, what another process needs to open it."""
+    device, inode = netns.identity(held.fd)
+    note = {
+        "device": device,
+        "inode": inode,
+        "table": held.lock.table,
+        "private": held.seen.private,
+        "sockets": [one.identity.hex() for one in held.sockets],
+    }
+    fresh = scratch / f"{_NOTE}.new"
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(note, file)
+    fresh.rename(scratch / _NOTE)
 
 
 def remove(container_id: str, config: Config) -> None:

@@ -40,6 +40,7 @@ class Dump:
         self._connection: socket.socket | None = None
         self._output = scratch / "runc.out"
         self._resources = ExitStack()
+        self._stalled = False
 
     def start(
         self,
@@ -76,6 +77,10 @@ class Dump:
             *runc_options,
             self._container.id,
         ]
+        # By this descriptor a recovery sees that runc and CRIU are still at work.
+        used = os.open(self._scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._resources.callback(os.close, used)
+        pass_fds.append(used)
         launcher = self._resources.enter_context(rlimits.answering(pids))
         with open(self._output, "wb") as output:
             self._process = subprocess.Popen(

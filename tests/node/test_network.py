@@ -539,6 +539,58 @@ def test_a_new_address_is_announced(node: Node) -> None:
     remove("copy", node.config)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_process_lets_go_of_what_a_killed_one_held(node: Node, shared: bool) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    if shared:
+        node.server(namespace, port=PORT + 1)
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    killed = node.participant()
+    killed.probe_source(source, CriuSettings())
+    killed.quiesce(source)
+
+    network, known = node.participant(), replace(source, pids=(), spec={})
+    network.adopt_source(known)
+    network.abort_source(known)
+    assert ask(client, b"b") == b"2 b"
+    with inside(namespace):
+        assert tables() == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_process_finishes_the_end_of_a_container(node: Node, shared: bool) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    if shared:
+        node.server(namespace, port=PORT + 1)
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    killed = node.participant()
+    killed.probe_source(source, CriuSettings())
+    killed.quiesce(source)
+    sniffer = Sniffer()
+    os.kill(source.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+
+    network, known = node.participant(), replace(source, pids=(), spec={})
+    network.adopt_source(known)
+    network.release_source(known)
+    assert select.select([client], [], [], 0.5)[0] == []
+    assert sniffer.flags() == []
+    with inside(namespace):
+        assert [one for one in sockdiag.sockets() if one.local_port == PORT] == []
+
+
+def test_nothing_is_taken_over_where_nothing_was_held(node: Node) -> None:
+    source = node.source(node.server(node.namespace("one")))
+    network = node.participant()
+    network.adopt_source(source)
+    network.abort_source(source)
+    network.release_source(source)
+
+
 def test_a_container_id_that_is_a_path_is_refused(node: Node) -> None:
     with pytest.raises(NetworkError):
         remove("../../etc", node.config)
