@@ -25,7 +25,7 @@ from typing import Any
 
 from base import config as base_config
 from base.config import Config
-from hooks import netconfig, netlock, netns, sockdiag
+from hooks import netconfig, netlock, netns, sockdiag, tcprepair
 from hooks.netconfig import Interface, NetworkRecord, Route
 from hooks.netlock import Lock
 from hooks.netns import NetworkError
@@ -233,6 +233,9 @@ class NetworkParticipant:
             os.close(held.fd)
 
     def abort_source(self, source: Source) -> None:
+        if source.container_id in self._held:
+            with suppress(Exception):
+                tcprepair.leave(source.pids)
         for _ in range(_TRIES):
             with suppress(Exception):
                 self.resume_source(source)

@@ -87,7 +87,7 @@ class Participant(Protocol):
 
     def adopt_source(self, source: Source) -> None:
         """Take over what `quiesce` did in another process, which was killed: by what it left in the same
-        `scratch`. Of `source` only that, the id and the options are known. `abort_source` or
+        `scratch`. Of `source` only that, the id, the pids and the options are known. `abort_source` or
         `release_source` follows; both do nothing if there was nothing to take over."""
 
     def probe_target(

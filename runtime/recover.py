@@ -135,8 +135,9 @@ def _undo(scratch: Path, parts: Sequence[Participant]) -> None:
         time.sleep(_POLL_S)
     if (journal := Journal.read(scratch)) is None:
         return
-    source = Source(journal.id, journal.pid, (), {}, scratch, journal.options)
     freezer = journal.freezer
+    pids = tuple(freezer.pids()) if freezer is not None else ()
+    source = Source(journal.id, journal.pid, pids, {}, scratch, journal.options)
     with ExitStack() as undo:
         # Whatever fails, the rest is done; what comes last here, first.
         if freezer is not None and journal.thaws and not journal.ends:

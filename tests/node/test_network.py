@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from base.config import Config, load
-from hooks import netconfig, netlock, netns, sockdiag
+from hooks import netconfig, netlock, netns, sockdiag, tcprepair
 from hooks.netns import NetworkError
 from hooks.network import NetworkParticipant, remove
 from hooks.participant import CriuSettings, Source, Target
@@ -581,6 +581,20 @@ def test_another_process_finishes_the_end_of_a_container(node: Node, shared: boo
     assert sniffer.flags() == []
     with inside(namespace):
         assert [one for one in sockdiag.sockets() if one.local_port == PORT] == []
+
+
+def test_aborting_wakes_connections_that_criu_left_in_repair_mode(node: Node) -> None:
+    source = node.source(node.server(node.namespace("one")))
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    network = node.participant()
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    for one in tcprepair._sockets(source.pid):
+        with closing(one), suppress(OSError):
+            one.setsockopt(socket.IPPROTO_TCP, tcprepair._TCP_REPAIR, 1)
+    network.abort_source(source)
+    assert ask(client, b"b") == b"2 b"
 
 
 def test_nothing_is_taken_over_where_nothing_was_held(node: Node) -> None:
