@@ -1,7 +1,9 @@
-"""The engine is killed in the middle of a checkpoint: within seconds it is as if there had been none."""
+"""The engine or CRIU is killed in the middle of a checkpoint: soon it is as if there had been none."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.node.clients import RedisClient
 _MEMORY_BYTES = 400 << 20
 _WAITING, _DUMPING = "Starting lazy pages server", "Dumping pages"
 """Lines of CRIU's log: all images are written, and it waits for the engine; it works in the processes."""
+ENGINE = 6
 _COMMANDS = {
     "reading-memory": (_WAITING, ["cedana", "checkpoint"]),
     "lazy-dump": (_DUMPING, ["cedana", "checkpoint"]),
@@ -45,6 +48,35 @@ def test_container_runs_on_with_its_connections(bed: Bed, name: str, moment: str
         assert [item for item in node.state().left_behind(before) if not _expected(item)] == []
         bed.move(name)
         assert client.command("STRLEN", "big") == str(_MEMORY_BYTES + 1)
+
+
+@pytest.mark.parametrize(("signal", "says"), [("STOP", "got no further"), ("KILL", "criu")])
+def test_container_runs_on_when_criu_hangs_or_dies(bed: Bed, name: str, signal: str, says: str) -> None:
+    node = bed.node_a
+    node.run_container(bed.image("redis"), name)
+    with RedisClient(bed.hub, node.container_address(name)) as client:
+        client.command("SETRANGE", "big", str(_MEMORY_BYTES), "x")
+        before = node.state()
+        impatient = "import runtime.scratch; runtime.scratch.STALLED_S = 3; from cli.main import main; main()"
+        argv = [sys.executable, "-P", "-c", impatient, "checkpoint", name, "--leave-running"]
+        command = node.popen(argv, stderr=subprocess.PIPE, text=True)
+        _until(lambda: _DUMPING in _criu_log(node))
+        _signal_criu(node, signal)
+        assert command.stderr is not None
+        said = command.stderr.read()
+        assert command.wait() == ENGINE
+        assert "could not dump" in said
+        assert says in said
+        assert client.command("PING") == "PONG"
+        assert [item for item in node.state().left_behind(before) if not _expected(item)] == []
+        bed.move(name)
+        assert client.command("STRLEN", "big") == str(_MEMORY_BYTES + 1)
+
+
+def _signal_criu(node: Node, signal: str) -> None:
+    shown = node.ns_exec(["ps", "-eo", "pid,args"])
+    pids = [line.split()[0] for line in shown.splitlines() if " criu: dump" in line]
+    node.ns_exec(["kill", f"-{signal}", *pids])
 
 
 def _expected(item: str) -> bool:
