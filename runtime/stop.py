@@ -140,7 +140,7 @@ class StoppedContainer:
         Journal.close(self.scratch)
 
     def _freeze(self) -> None:
-        self._freezer = Freezer.of(self.container.pid)
+        self._freezer = Freezer.of(self.container)
         self._thaws = not self._freezer.frozen
         self._journal = Journal.of(self.container, self._freezer, self.options, thaws=self._thaws)
         self._undo.callback(Journal.close, self.scratch)
