@@ -17,7 +17,7 @@ import sys
 import syslog
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,9 @@ def _undo(scratch: Path, parts: Sequence[Participant]) -> None:
     if (journal := Journal.read(scratch)) is None:
         return
     freezer = journal.freezer
-    pids = tuple(freezer.pids()) if freezer is not None else ()
+    pids: tuple[int, ...] = ()
+    with suppress(OSError):  # it may be ending
+        pids = tuple(freezer.pids()) if freezer is not None else ()
     source = Source(journal.id, journal.pid, pids, {}, scratch, journal.options)
     with ExitStack() as undo:
         # Whatever fails, the rest is done; what comes last here, first.

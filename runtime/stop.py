@@ -129,8 +129,8 @@ class StoppedContainer:
     def destroy(self) -> None:
         """End every process without a word reaching the other end of its connections."""
         self.finish_dump()
-        self._undo.pop_all()
         self._journal.write_ending(self.scratch)
+        self._undo.pop_all()
         self._freezer.kill()
         for participant in reversed(self.participants):
             try:
