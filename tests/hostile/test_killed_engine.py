@@ -50,6 +50,22 @@ def test_container_runs_on_with_its_connections(bed: Bed, name: str, moment: str
         assert client.command("STRLEN", "big") == str(_MEMORY_BYTES + 1)
 
 
+def test_next_checkpoint_undoes_what_the_watchdog_could_not(bed: Bed, name: str) -> None:
+    node = bed.node_a
+    node.run_container(bed.image("redis"), name)
+    with RedisClient(bed.hub, node.container_address(name)) as client:
+        client.command("SETRANGE", "big", str(_MEMORY_BYTES), "x")
+        command = node.popen(["cedana", "checkpoint", name])
+        _until(lambda: _WAITING in _criu_log(node))
+        _signal(node, "cedana-watchdog", "KILL")
+        _signal(node, f"cedana checkpoint {name}", "KILL")
+        command.wait(timeout=30)
+        assert len(_journals(node)) == 1
+        node.cedana("checkpoint", name, "--leave-running")
+        assert list(_work(node).iterdir()) == []
+        assert client.command("PING") == "PONG"
+
+
 @pytest.mark.parametrize(("signal", "says"), [("STOP", "got no further"), ("KILL", "criu")])
 def test_container_runs_on_when_criu_hangs_or_dies(bed: Bed, name: str, signal: str, says: str) -> None:
     node = bed.node_a
@@ -61,7 +77,7 @@ def test_container_runs_on_when_criu_hangs_or_dies(bed: Bed, name: str, signal: 
         argv = [sys.executable, "-P", "-c", impatient, "checkpoint", name, "--leave-running"]
         command = node.popen(argv, stderr=subprocess.PIPE, text=True)
         _until(lambda: _DUMPING in _criu_log(node))
-        _signal_criu(node, signal)
+        _signal(node, "criu: dump", signal)
         assert command.stderr is not None
         said = command.stderr.read()
         assert command.wait() == ENGINE
@@ -73,9 +89,10 @@ def test_container_runs_on_when_criu_hangs_or_dies(bed: Bed, name: str, signal: 
         assert client.command("STRLEN", "big") == str(_MEMORY_BYTES + 1)
 
 
-def _signal_criu(node: Node, signal: str) -> None:
+def _signal(node: Node, command: str, signal: str) -> None:
+    """To every process of the node whose command line has `command` in it."""
     shown = node.ns_exec(["ps", "-eo", "pid,args"])
-    pids = [line.split()[0] for line in shown.splitlines() if " criu: dump" in line]
+    pids = [line.split()[0] for line in shown.splitlines() if command in line]
     node.ns_exec(["kill", f"-{signal}", *pids])
 
 
