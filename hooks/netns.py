@@ -34,6 +34,22 @@ def identity(where: int | str) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
+def find(namespace: tuple[int, int]) -> int | None:
+    """A descriptor of a namespace that a process or a mount keeps alive; None if none does."""
+    paths = ["/proc/thread-self/ns/net", *(f"/proc/{pid}/ns/net" for pid in processes(namespace))]
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[3] == f"net:[{namespace[1]}]":
+            paths.append(fields[4].encode("latin-1").decode("unicode_escape"))
+    for path in paths:
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if identity(fd) == namespace:
+                return fd
+            os.close(fd)
+    return None
+
+
 def processes(namespace: tuple[int, int], apart_from: Collection[int] = ()) -> list[int]:
     """Processes that live in a namespace."""
     found = []

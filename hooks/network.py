@@ -12,6 +12,7 @@ sockets, this module the rest.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 
 from base import config as base_config
 from base.config import Config
-from hooks import netbuild, netconfig, netlock, netns, netspec, sockdiag
+from hooks import netbuild, netconfig, netlock, netns, netspec, sockdiag, tcprepair
 from hooks.netconfig import Interface, NetworkRecord, Route
 from hooks.netlock import Lock
 from hooks.netns import NetworkError
@@ -30,6 +31,8 @@ from hooks.participant import CriuSettings, Finding, Source, Target
 from hooks.sockdiag import Address, Socket
 
 _CRIU_KEY = "extRootNetNS"
+_NOTE = "network.json"
+"""In the scratch directory of a checkpoint: the lock it holds."""
 _TRIES = 3
 """How often an abort tries to open a lock that it closed: one failure must not silence a container."""
 
@@ -160,12 +163,14 @@ class NetworkParticipant:
         self._held[source.container_id] = held
         with netns.entered(fd):
             if held.seen.private:
+                _note(held, source.scratch)
                 held.lock.close_all()
                 return
             inodes = sockdiag.owned_inodes(source.pids)
             while (found := _own(sockdiag.sockets(), inodes)) != list(held.sockets):
                 # A connection that came to be before its port was closed shows in the next look.
                 held.sockets = tuple(found)
+                _note(held, source.scratch)
                 held.lock.close(
                     netconfig.read_connections(found), [one.local_port for one in found if one.listening]
                 )
@@ -221,10 +226,29 @@ class NetworkParticipant:
             os.close(held.fd)
 
     def abort_source(self, source: Source) -> None:
+        if source.container_id in self._held:
+            with suppress(Exception):
+                tcprepair.leave(source.pids)
         for _ in range(_TRIES):
             with suppress(Exception):
                 self.resume_source(source)
                 return
+
+    def adopt_source(self, source: Source) -> None:
+        try:
+            noted = json.loads((source.scratch / _NOTE).read_text())
+        except FileNotFoundError:
+            return
+        if (fd := netns.find((noted["device"], noted["inode"]))) is None:
+            return
+        with netns.entered(fd):
+            sockets = [one for one in sockdiag.sockets() if one.identity.hex() in noted["sockets"]]
+        self._held[source.container_id] = _Held(
+            fd=fd,
+            seen=_Seen(apart=noted["private"], private=noted["private"]),
+            lock=Lock(noted["table"], self._tool("nft")),
+            sockets=tuple(sockets),
+        )
 
     def _destroy_sockets(self, held: _Held) -> None:
         """Under the lock no reset leaves: the connections end here and nowhere else."""
@@ -421,6 +445,22 @@ class NetworkParticipant:
 
     def _tool(self, name: str) -> str:
         return self._config.tool(name)
+
+
+def _note(held: _Held, scratch: Path) -> None:
+    """Write down, before the lock is closed, what another process needs to open it."""
+    device, inode = netns.identity(held.fd)
+    note = {
+        "device": device,
+        "inode": inode,
+        "table": held.lock.table,
+        "private": held.seen.private,
+        "sockets": [one.identity.hex() for one in held.sockets],
+    }
+    fresh = scratch / f"{_NOTE}.new"
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(note, file)
+    fresh.rename(scratch / _NOTE)
 
 
 def _namespace(pid: int | str) -> tuple[int, int] | None:

@@ -85,6 +85,11 @@ class Participant(Protocol):
     def abort_source(self, source: Source) -> None:
         """Undo `quiesce`. Always safe, idempotent, never raises."""
 
+    def adopt_source(self, source: Source) -> None:
+        """Take over what `quiesce` did in another process, which was killed: by what it left in the same
+        `scratch`. Of `source` only that, the id, the pids and the options are known. `abort_source` or
+        `release_source` follows; both do nothing if there was nothing to take over."""
+
     def probe_target(
         self, target: Target, captured: Mapping[str, Any], criu: CriuSettings
     ) -> Sequence[Finding]:

@@ -24,7 +24,9 @@ from runtime.container import Container
 from runtime.difference import difference
 from runtime.manifest import DumpManifest
 from runtime.probe import Report
-from runtime.stop import StoppedContainer, make_scratch, remove_tree
+from runtime.recover import recover
+from runtime.scratch import private_directory
+from runtime.stop import StoppedContainer
 from runtime.unlinked import link_remaps
 
 _LARGE_BYTES = 64 << 20
@@ -72,8 +74,9 @@ def checkpoint(
     store has the whole artifact.
     """
     with ExitStack() as cleanup:
-        scratch = make_scratch(config, f"checkpoint-{container.namespace}-{container.id}")
-        cleanup.callback(remove_tree, scratch)
+        recover(config, container)
+        name = f"checkpoint-{container.namespace}-{container.id}"
+        scratch = cleanup.enter_context(private_directory(config, name))
         images = scratch / "images"
         stopped = StoppedContainer(container, participants, options.wishes, scratch, config, trace)
         with trace.step("probe"):
@@ -153,8 +156,9 @@ def dump(
     Raises what `checkpoint` raises.
     """
     with ExitStack() as cleanup:
-        scratch = make_scratch(config, f"dump-{container.namespace}-{container.id}")
-        cleanup.callback(remove_tree, scratch)
+        recover(config, container)
+        name = f"dump-{container.namespace}-{container.id}"
+        scratch = cleanup.enter_context(private_directory(config, name))
         stopped = StoppedContainer(container, participants, options.wishes, scratch, config, trace)
         cleanup.enter_context(stopped)
         with trace.step("dump"):

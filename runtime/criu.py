@@ -96,7 +96,8 @@ def failure(log: Path, keep_in: Path, name: str, runc_error: str = "") -> Failur
     except OSError:
         return Failure("CRIU wrote no log", "check that `criu check` passes: run `cedana check`", None)
     errors = [line for line in text.splitlines() if "Error (" in line and not _HARMLESS.search(line)]
-    line = re.sub(r"^\(\d+\.\d+\)\s*", "", errors[0]).strip() if errors else text.strip()[-200:]
+    decisive = errors[0] if errors else text.strip().rpartition("\n")[2][-200:]
+    line = re.sub(r"^\(\d+\.\d+\)\s*", "", decisive).strip()
     if not errors and _is_full(log.parent):  # even the log did not fit
         line = f"No space left on device: {log.parent}"
     joined = "\n".join([*errors, runc_error, line])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import time
@@ -22,10 +24,12 @@ from runtime import criu, rlimits
 from runtime.container import Container
 from runtime.errors import CheckpointError
 from runtime.runc import last_error
+from runtime.scratch import Stall, kill_users
 
 _CRIU_TIMEOUT_S = 10
 _THREADS_PER_S = 100
 """How long CRIU may take to stop what is stopped already: its own default, and more for many threads."""
+_LOOK_S = 0.5
 _WAITS = b"Starting lazy pages server"
 """criu/cr-dump.c, cr_lazy_mem_dump: logged when every image is written."""
 
@@ -40,6 +44,7 @@ class Dump:
         self._connection: socket.socket | None = None
         self._output = scratch / "runc.out"
         self._resources = ExitStack()
+        self._stalled = False
 
     def start(
         self,
@@ -76,6 +81,10 @@ class Dump:
             *runc_options,
             self._container.id,
         ]
+        # By this descriptor a recovery sees that runc and CRIU are still at work.
+        used = os.open(self._scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._resources.callback(os.close, used)
+        pass_fds.append(used)
         launcher = self._resources.enter_context(rlimits.answering(pids))
         with open(self._output, "wb") as output:
             self._process = subprocess.Popen(
@@ -103,20 +112,37 @@ class Dump:
         """Hang up, and wait; runc's exit status, None when there is no runc any more."""
         if self._connection is not None:
             self._connection.close()
-        status = self._process.wait() if self._process is not None else None
+        status = self._wait(self._process) if self._process is not None else None
         self._process = None
         self._resources.close()
         return status
 
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """runc's exit status; it is killed, and CRIU with it, once they get no further."""
+        stall = Stall(self._scratch)
+        while not _ends_within(_LOOK_S, process):
+            if stall.reached():
+                self._kill()
+                # If not even that ends it, it hangs in the kernel: the container need not wait for it.
+                return process.wait() if _ends_within(_LOOK_S, process) else -signal.SIGKILL
+        return process.wait()
+
+    def _kill(self) -> None:
+        self._stalled = True
+        kill_users(self._scratch)
+
     def _wait_until_it_waits(self) -> None:
         assert self._process is not None
+        stall = Stall(self._scratch)
         pause_s = 0.001
-        while self._process.poll() is None:
+        while self._process.poll() is None and not self._stalled:
             try:
                 if _WAITS in self._criu_log.read_bytes():
                     return
             except FileNotFoundError:
                 pass
+            if stall.reached():
+                self._kill()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.3, 0.02)
         self._end()
@@ -150,6 +176,8 @@ class Dump:
     def _raise_failed(self) -> None:
         container = self._container
         said = last_error(self._runc_log) or self._output.read_text(errors="replace").strip()
+        if self._stalled:
+            said = "it got no further, and was ended"
         name = f"{container.namespace}-{container.id}-dump"
         failure = criu.failure(self._criu_log, self._config.log_dir, name, said)
         hint = failure.hint or "the container runs on; the log says more"
@@ -158,3 +186,16 @@ class Dump:
             hint=f"{hint} (whole log: {failure.log})" if failure.log else hint,
             details=failure.line,
         )
+
+
+def _ends_within(seconds: float, process: subprocess.Popen[bytes]) -> bool:
+    """Whether a child ends in that time. Says so at once, where `Popen.wait` sleeps between its looks."""
+    if process.poll() is not None:
+        return True
+    poll = select.poll()
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+    finally:
+        os.close(pidfd)

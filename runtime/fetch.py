@@ -39,6 +39,7 @@ _PAGES = "pages"
 _SOCKET = "pages.sock"
 """Whoever fetches the memory listens here for the descriptor to serve it by."""
 _END_TIMEOUT_S = 5.0
+_DOOMED = ".doomed-"
 _RESTORED = "trusted.cedana.restored"
 """On an upper directory: the digest of the checkpoint it was restored from."""
 
@@ -196,14 +197,24 @@ def discard(config: Config, namespace: str, container_id: str) -> None:
 def discard_behind(config: Config, namespace: str, container_id: str) -> None:
     """`discard`, in a process of its own: freeing gigabytes of images takes a while that nobody waits for."""
     fuse.unmount(directory(config, namespace, container_id) / _PAGES)
-    doomed = config.run_dir / "restore" / f".doomed-{os.urandom(8).hex()}"
+    doomed = config.run_dir / "restore" / f"{_DOOMED}{os.urandom(8).hex()}"
     try:
         directory(config, namespace, container_id).rename(doomed)
     except FileNotFoundError:
         return
+    _remove_behind([doomed])
+
+
+def sweep(config: Config) -> None:
+    """Finish what a `discard_behind` began that was killed."""
+    if doomed := list((config.run_dir / "restore").glob(f"{_DOOMED}*")):
+        _remove_behind(doomed)
+
+
+def _remove_behind(doomed: Sequence[Path]) -> None:
     os.posix_spawn(
         "/bin/rm",
-        ["rm", "-rf", "--", str(doomed)],
+        ["rm", "-rf", "--", *map(str, doomed)],
         {},
         file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)],
         setsid=True,

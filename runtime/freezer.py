@@ -11,10 +11,11 @@ import os
 import platform
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.cgroups import hierarchies
+from runtime.container import Container
 from runtime.errors import EngineError
 
 _FREEZE_TIMEOUT_S = 10.0
@@ -32,8 +33,26 @@ class Freezer:
     unified: bool
 
     @classmethod
-    def of(cls, pid: int) -> Freezer:
-        """The freezer that holds process `pid`; raises `EngineError` when there is none."""
+    def of(cls, container: Container) -> Freezer:
+        """The freezer that runc put `container` in; raises `EngineError` when there is none.
+
+        Its processes may have moved below it: systemd does, and makes cgroups for its services there.
+        """
+        found = cls._holding(container.pid)
+        paths = container.runc_state().get("cgroup_paths") or {}
+        path = Path(str(paths.get("" if found.unified else "freezer") or found.path))
+        if not path.is_dir():  # runc sees its cgroups at another place than we do
+            return found
+        if not found.path.is_relative_to(path):
+            raise EngineError(
+                f"the init process of container {container.id} has left the container's cgroup",
+                hint="move it back, or start the container again",
+                details=f"{found.path} is not below {path}",
+            )
+        return replace(found, path=path)
+
+    @classmethod
+    def _holding(cls, pid: int) -> Freezer:
         unified: Freezer | None = None
         try:
             lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()

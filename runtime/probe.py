@@ -103,7 +103,7 @@ def probe(container: Container, criu: CriuSettings) -> Report:
                 fatal=True,
             )
         )
-    pids = Freezer.of(container.pid).pids()
+    pids = Freezer.of(container).pids()
     processes = [process for pid in pids if (process := read_process(pid)) is not None]
     processes.sort(key=lambda process: (process.host_pid != container.pid, process.pid))
     findings += _foreign(processes, container.pid)

@@ -25,8 +25,10 @@ from runtime.container import Container
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.manifest import DumpManifest
 from runtime.probe import changed_files
+from runtime.recover import recover
 from runtime.runc import last_error
-from runtime.stop import make_scratch, refuse, remove_tree
+from runtime.scratch import private_directory
+from runtime.stop import refuse
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ def restore(
     container = request.container
     manifest = DumpManifest.read(request.images)
     with ExitStack() as cleanup, ExitStack() as undo:
-        scratch = make_scratch(config, f"restore-{container.namespace}-{container.id}")
-        cleanup.callback(remove_tree, scratch)
+        recover(config)
+        name = f"restore-{container.namespace}-{container.id}"
+        scratch = cleanup.enter_context(private_directory(config, name))
         settings = manifest.criu_settings()
         target = Target(
             container_id=container.unique_id,

@@ -7,8 +7,6 @@ block is left in any other way, an abort that undoes everything in reverse. `pro
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from runtime.dump import Dump
 from runtime.errors import IncompatibleError
 from runtime.freezer import Freezer
 from runtime.probe import Report, probe
+from runtime.recover import Journal
 
 
 @dataclass
@@ -44,6 +43,7 @@ class StoppedContainer:
     warnings: tuple[str, ...] = field(init=False, default=())
     _source: Source = field(init=False)
     _freezer: Freezer = field(init=False)
+    _journal: Journal = field(init=False)
     _undo: ExitStack = field(init=False, default_factory=ExitStack)
     _dump: Dump | None = field(init=False, default=None)
     _thaws: bool = field(init=False, default=True)
@@ -123,11 +123,13 @@ class StoppedContainer:
             participant.resume_source(self._source)
         if self._thaws:
             self._freezer.thaw()
+        Journal.close(self.scratch)
         self._undo.pop_all()
 
     def destroy(self) -> None:
         """End every process without a word reaching the other end of its connections."""
         self.finish_dump()
+        self._journal.write_ending(self.scratch)
         self._undo.pop_all()
         self._freezer.kill()
         for participant in reversed(self.participants):
@@ -135,10 +137,14 @@ class StoppedContainer:
                 participant.release_source(self._source)
             except CedanaError as error:
                 self.warnings += (f"the container has ended, but: {error.message} ({error.details})",)
+        Journal.close(self.scratch)
 
     def _freeze(self) -> None:
-        self._freezer = Freezer.of(self.container.pid)
+        self._freezer = Freezer.of(self.container)
         self._thaws = not self._freezer.frozen
+        self._journal = Journal.of(self.container, self._freezer, self.options, thaws=self._thaws)
+        self._undo.callback(Journal.close, self.scratch)
+        self._journal.write(self.scratch)
         if self._thaws:
             self._undo.callback(self._freezer.thaw)
             self._freezer.freeze()
@@ -152,16 +158,3 @@ def refuse(findings: Sequence[Finding], what: str) -> None:
             f"{what}: {'; '.join(finding.message for finding in fatal)}",
             hint="; ".join(dict.fromkeys(finding.hint for finding in fatal if finding.hint)),
         )
-
-
-def make_scratch(config: Config, name: str) -> Path:
-    """A fresh private directory under `run_dir`, for one operation."""
-    parent = config.run_dir / "work"
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory = parent / f"{name}-{os.getpid()}-{os.urandom(4).hex()}"
-    directory.mkdir(mode=0o700)
-    return directory
-
-
-def remove_tree(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)

@@ -179,6 +179,28 @@ def test_container_of_the_stock_runtime_moves(bed: Bed, name: str) -> None:
     assert wait_for_count(node_b, name, before + 20) >= before + 20
 
 
+def test_processes_in_cgroups_of_their_own_move(bed: Bed, name: str) -> None:
+    """As under systemd, whose init moves itself and every service below the container's cgroup."""
+    node_a, node_b = bed.nodes
+    other = "i=0; while :; do i=$((i+1)); echo $i >/other.new; mv /other.new /other; sleep 0.05; done"
+    node_a.run_container(bed.image("base"), name, "sh", "-c", f"sh -c '{other}' & {COUNT}")
+    before = wait_for_count(node_a, name, 5)
+    init = node_a.task_pid(name)
+    script = f"""
+        set -e; cd /sys/fs/cgroup/freezer/default/{name}; mkdir init.scope system.slice
+        for pid in $(cat cgroup.procs); do
+            if [ $pid = {init} ]; then echo $pid >init.scope/cgroup.procs
+            elif grep -q other.new /proc/$pid/cmdline; then echo $pid >system.slice/cgroup.procs; fi
+        done"""
+    node_a.ns_exec(["sh", "-c", script])
+    node_a.cedana("checkpoint", name, "--leave-running")
+    wait_for_count(node_a, name, before + 5)
+    bed.move(name)
+    assert wait_for_count(node_b, name, before + 10) >= before + 10
+    first = node_b.read(name, "/other")
+    wait_until(lambda: node_b.read(name, "/other") not in (first, ""), "the other process goes on")
+
+
 def test_leave_running_leaves_it_running(bed: Bed, name: str) -> None:
     node_a, node_b = bed.nodes
     node_a.ctr("run", "--detach", "--runtime", RUNTIME, bed.image("base"), name, "sh", "-c", COUNT)

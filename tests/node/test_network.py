@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from base.config import Config, load
-from hooks import netconfig, netlock, netns, sockdiag
+from hooks import netconfig, netlock, netns, sockdiag, tcprepair
 from hooks.netbuild import remove
 from hooks.netns import NetworkError
 from hooks.network import NetworkParticipant
@@ -536,6 +536,72 @@ def test_a_new_address_is_announced(node: Node) -> None:
             total = (total & 0xFFFF) + (total >> 16)
         assert total == 0xFFFF
     remove("copy", node.config)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_process_lets_go_of_what_a_killed_one_held(node: Node, shared: bool) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    if shared:
+        node.server(namespace, port=PORT + 1)
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    killed = node.participant()
+    killed.probe_source(source, CriuSettings())
+    killed.quiesce(source)
+
+    network, known = node.participant(), replace(source, pids=(), spec={})
+    network.adopt_source(known)
+    network.abort_source(known)
+    assert ask(client, b"b") == b"2 b"
+    with inside(namespace):
+        assert tables() == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_process_finishes_the_end_of_a_container(node: Node, shared: bool) -> None:
+    namespace = node.namespace("one")
+    source = node.source(node.server(namespace))
+    if shared:
+        node.server(namespace, port=PORT + 1)
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    killed = node.participant()
+    killed.probe_source(source, CriuSettings())
+    killed.quiesce(source)
+    sniffer = Sniffer()
+    os.kill(source.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+
+    network, known = node.participant(), replace(source, pids=(), spec={})
+    network.adopt_source(known)
+    network.release_source(known)
+    assert select.select([client], [], [], 0.5)[0] == []
+    assert sniffer.flags() == []
+    with inside(namespace):
+        assert [one for one in sockdiag.sockets() if one.local_port == PORT] == []
+
+
+def test_aborting_wakes_connections_that_criu_left_in_repair_mode(node: Node) -> None:
+    source = node.source(node.server(node.namespace("one")))
+    client = node.connect()
+    assert ask(client, b"a") == b"1 a"
+    network = node.participant()
+    network.probe_source(source, CriuSettings())
+    network.quiesce(source)
+    for one in tcprepair._sockets(source.pid):
+        with closing(one), suppress(OSError):
+            one.setsockopt(socket.IPPROTO_TCP, tcprepair._TCP_REPAIR, 1)
+    network.abort_source(source)
+    assert ask(client, b"b") == b"2 b"
+
+
+def test_nothing_is_taken_over_where_nothing_was_held(node: Node) -> None:
+    source = node.source(node.server(node.namespace("one")))
+    network = node.participant()
+    network.adopt_source(source)
+    network.abort_source(source)
+    network.release_source(source)
 
 
 def test_a_container_id_that_is_a_path_is_refused(node: Node) -> None:
