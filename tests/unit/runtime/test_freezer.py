@@ -12,22 +12,20 @@ from pathlib import Path
 import pytest
 
 from runtime import freezer
+from runtime.cgroups import hierarchies
 from runtime.container import Container
 from runtime.errors import EngineError
 from runtime.freezer import Freezer
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes cgroups")
-
-
 HIERARCHIES = {"v1": "freezer", "v2": ""}
-MOUNTS = dict(freezer._cgroup_mounts())
+MOUNTS = hierarchies()
 
 
 @pytest.fixture(params=[version for version, kind in HIERARCHIES.items() if kind in MOUNTS])
 def cgroup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A container's cgroup with two below it; the hierarchy it is in is the only one."""
     kind = HIERARCHIES[request.param]
-    monkeypatch.setattr(freezer, "_cgroup_mounts", lambda: iter([(kind, MOUNTS[kind])]))
+    monkeypatch.setattr(freezer, "hierarchies", lambda: {kind: MOUNTS[kind]})
     top = MOUNTS[kind] / f"cedana-test-{os.getpid()}"
     below = [top / "init.scope", top / "system.slice"]
     with ExitStack() as cleanup:
