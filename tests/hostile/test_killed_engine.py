@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from tests.node.bed import Bed, Node, wait_until
 from tests.node.clients import RedisClient
 
-_MEMORY_BYTES = 400 << 20
+_MEMORY_BYTES, _NOISE_BYTES = 400 << 20, 128 << 20
 _WAITING, _DUMPING = "Starting lazy pages server", "Dumping pages"
 """Lines of CRIU's log: all images are written, and it waits for the engine; it works in the processes."""
 ENGINE = 6
@@ -31,7 +32,7 @@ def test_container_runs_on_with_its_connections(bed: Bed, name: str, moment: str
     node = bed.node_a
     node.run_container(bed.image("redis"), name)
     with RedisClient(bed.hub, node.container_address(name)) as client:
-        client.command("SETRANGE", "big", str(_MEMORY_BYTES), "x")
+        _fill(client)
         before = node.state()
         command = node.popen([*argv, name])
         try:
@@ -47,14 +48,14 @@ def test_container_runs_on_with_its_connections(bed: Bed, name: str, moment: str
         assert node.task_status(name) == "RUNNING"
         assert [item for item in node.state().left_behind(before) if not _expected(item)] == []
         bed.move(name)
-        assert client.command("STRLEN", "big") == str(_MEMORY_BYTES + 1)
+        assert _is_full(client)
 
 
 def test_next_checkpoint_undoes_what_the_watchdog_could_not(bed: Bed, name: str) -> None:
     node = bed.node_a
     node.run_container(bed.image("redis"), name)
     with RedisClient(bed.hub, node.container_address(name)) as client:
-        client.command("SETRANGE", "big", str(_MEMORY_BYTES), "x")
+        _fill(client)
         command = node.popen(["cedana", "checkpoint", name])
         _until(lambda: _WAITING in _criu_log(node))
         _signal(node, "cedana-watchdog", "KILL")
@@ -71,7 +72,7 @@ def test_container_runs_on_when_criu_hangs_or_dies(bed: Bed, name: str, signal: 
     node = bed.node_a
     node.run_container(bed.image("redis"), name)
     with RedisClient(bed.hub, node.container_address(name)) as client:
-        client.command("SETRANGE", "big", str(_MEMORY_BYTES), "x")
+        _fill(client)
         before = node.state()
         impatient = "import runtime.scratch; runtime.scratch.STALLED_S = 3; from cli.main import main; main()"
         argv = [sys.executable, "-P", "-c", impatient, "checkpoint", name, "--leave-running"]
@@ -86,7 +87,19 @@ def test_container_runs_on_when_criu_hangs_or_dies(bed: Bed, name: str, signal: 
         assert client.command("PING") == "PONG"
         assert [item for item in node.state().left_behind(before) if not _expected(item)] == []
         bed.move(name)
-        assert client.command("STRLEN", "big") == str(_MEMORY_BYTES + 1)
+        assert _is_full(client)
+
+
+def _fill(client: RedisClient) -> None:
+    """Give redis so much memory that a checkpoint takes long enough to be met in the middle of it."""
+    for key in ("first", "second"):
+        client.command("SETRANGE", key, str(_MEMORY_BYTES), "x")
+    client.command("SET", "noise", os.urandom(_NOISE_BYTES // 2).hex())
+
+
+def _is_full(client: RedisClient) -> bool:
+    sizes = [client.command("STRLEN", key) for key in ("first", "second", "noise")]
+    return sizes == [str(_MEMORY_BYTES + 1)] * 2 + [str(_NOISE_BYTES)]
 
 
 def _signal(node: Node, command: str, signal: str) -> None:
