@@ -81,6 +81,7 @@ def checkpoint(
         stopped = StoppedContainer(container, participants, options.wishes, scratch, config, trace)
         with trace.step("probe"):
             stopped.probe()
+            where = record.here(container, config)
             layers = rootfs.overlay_dirs(container.bundle / "rootfs")
         writer = cleanup.enter_context(ArtifactWriter(store, base, trace))
         cleanup.enter_context(stopped)
@@ -97,22 +98,24 @@ def checkpoint(
             with trace.step("resume"):
                 stopped.resume()
             frozen_s = trace.elapsed_s() - frozen_at
-        with trace.step("memory"):
-            pids = {process.pid: process.host_pid for process in processes}
-            memory_bytes = memory.store(images, writer.pages, pids)
-            stopped.finish_dump()
-        with trace.step("commit"):
+        with trace.step("images"):
+            page_maps = memory.claim(images)
             writer.add_criu_images(images)
             writer.add_spec(json.dumps(container.spec).encode())
+        with trace.step("memory"):
+            pids = {process.pid: process.host_pid for process in processes}
+            memory.store(images, page_maps, writer.pages, pids)
+            stopped.finish_dump()
+        with trace.step("commit"):
             description = record.describe(
                 writer.id,
+                where,
                 container,
                 stopped.report,
                 captured,
                 options.wishes,
                 criu.settings_json(stopped.criu),
                 writer.pages,
-                config,
                 trace,
             )
             manifest = writer.finish(description, tag)
@@ -124,7 +127,7 @@ def checkpoint(
         id=writer.id,
         manifest=manifest,
         tag=tag,
-        memory_bytes=memory_bytes,
+        memory_bytes=writer.pages.total_bytes,
         stored_bytes=writer.stored_bytes,
         frozen_s=frozen_s,
         steps=tuple(trace.steps),
@@ -160,6 +163,7 @@ def dump(
         name = f"dump-{container.namespace}-{container.id}"
         scratch = cleanup.enter_context(private_directory(config, name))
         stopped = StoppedContainer(container, participants, options.wishes, scratch, config, trace)
+        stopped.probe()
         cleanup.enter_context(stopped)
         with trace.step("dump"):
             stopped.dump(images, work)

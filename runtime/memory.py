@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,23 @@ _MAX_BYTES = 1 << 44
 """More than any machine has: the limit on what a hostile page map can ask for."""
 
 
-def store(images: Path, writer: PageWriter, pids: Mapping[int, int]) -> int:
-    """Hand every page of the dump in `images` to `writer`; returns the bytes of memory.
+def claim(images: Path) -> list[PageMap]:
+    """The page maps of the dump in `images`, to be stored; those of a lazy dump say then what a plain one's
+    would: every page is in the page images."""
+    maps = [page_map for page_map in page_maps(images) if page_map.runs]
+    for page_map in maps:
+        if any(run.in_process for run in page_map.runs):
+            mark_present(images / page_map.name)
+    return maps
+
+
+def store(images: Path, maps: Sequence[PageMap], writer: PageWriter, pids: Mapping[int, int]) -> None:
+    """Hand every page of the dump in `images` to `writer`.
 
     What a lazy dump left in the processes is read from there: `pids` maps their pids in the container to
-    those on this host; it is all read when this returns, and the page maps say what a plain dump's would.
-    The writer reads the pages of a plain dump until it is finished.
+    those on this host; it is all read when this returns. The writer reads the pages of a plain dump until
+    it is finished.
     """
-    maps = [page_map for page_map in page_maps(images) if page_map.runs]
     for page_map in maps:
         pages = _mapped(images, page_map)
         offset = 0
@@ -44,12 +53,8 @@ def store(images: Path, writer: PageWriter, pids: Mapping[int, int]) -> int:
             else:
                 writer.add(page_map.name, run.address, pages[offset : offset + run.size_bytes])
                 offset += run.size_bytes
-    lazy = [page_map for page_map in maps if any(run.in_process for run in page_map.runs)]
-    if lazy:
+    if any(run.in_process for page_map in maps for run in page_map.runs):
         writer.flush()
-    for page_map in lazy:
-        mark_present(images / page_map.name)
-    return sum(page_map.size_bytes for page_map in maps)
 
 
 def _mapped(images: Path, page_map: PageMap) -> memoryview:

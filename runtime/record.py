@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,34 +27,45 @@ from runtime.node import this_node
 from runtime.probe import Report
 
 
+@dataclass(frozen=True)
+class Here:
+    """This node and the tools on it."""
+
+    node: NodeRecord
+    tools: Mapping[str, str]
+
+
+def here(container: Container, config: Config) -> Here:
+    """Looked at before the freeze, for it starts programs; raises `EngineError` when CRIU will not do."""
+    node = this_node()
+    return Here(
+        NodeRecord(node.hostname, node.kernel, node.arch, tuple(sorted(node.cpu_flags))),
+        {
+            "cedana": __version__,
+            "criu": criu.version(config),
+            "runc": criu.tool_version(config, container.runc_binary).partition("\n")[0],
+        },
+    )
+
+
 def describe(
     identity: str,
+    where: Here,
     container: Container,
     report: Report,
     captured: Mapping[str, Any],
     options: Mapping[str, Any],
     settings: Mapping[str, Any],
     pages: PageWriter,
-    config: Config,
     trace: Trace,
 ) -> CheckpointRecord:
     """The record of the checkpoint `identity`, made while the container is stopped or just after."""
-    node = this_node()
     return CheckpointRecord(
         id=identity,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         parent="",
-        node=NodeRecord(
-            hostname=node.hostname,
-            kernel=node.kernel,
-            architecture=node.arch,
-            cpu_features=tuple(sorted(node.cpu_flags)),
-        ),
-        tools={
-            "cedana": __version__,
-            "criu": criu.version(config),
-            "runc": criu.tool_version(config, container.runc_binary).partition("\n")[0],
-        },
+        node=where.node,
+        tools=where.tools,
         container=ContainerRecord(
             id=container.id,
             name=container.name or container.id,

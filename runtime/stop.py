@@ -2,7 +2,7 @@
 
 `StoppedContainer` is what the two checkpoint sequences (`runtime.checkpoint`) share. It ends in exactly
 one of three ways: `resume` (it goes on), `destroy` (it is gone, its connections silent), or, when the
-block is left in any other way, an abort that undoes everything in reverse. `probe` may come before the block.
+block is left in any other way, an abort that undoes everything in reverse. `probe` comes before the block.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class StoppedContainer:
     _thaws: bool = field(init=False, default=True)
 
     def __enter__(self) -> StoppedContainer:
-        self.probe()
         try:
             with self.trace.step("freeze"):
                 self._freeze()
@@ -71,7 +70,7 @@ class StoppedContainer:
     def probe(self) -> None:
         """Look before anything is touched; raises `IncompatibleError` when something cannot move.
 
-        Entering the block looks again, before the freeze and in it: the container went on meanwhile.
+        To be called before the block, which looks again once everything is frozen.
         """
         self.criu = CriuSettings()
         self.report = probe(self.container, self.criu)

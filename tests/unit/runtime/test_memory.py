@@ -42,7 +42,7 @@ def process_tree(directory: Path, parents: dict[int, int], programs: dict[int, i
 def stored(tmp_path: Path, source: Path) -> PageReader:
     store = Layout(tmp_path / "layout")
     writer = PageWriter(store, Trace())
-    memory.store(source, writer, {})
+    memory.store(source, memory.claim(source), writer, {})
     index, packs = writer.close()
     return PageReader(store, index, packs)
 
@@ -78,7 +78,7 @@ def test_fewer_pages_than_the_map_lists_is_an_error(tmp_path: Path) -> None:
     dump(tmp_path, "pagemap-1.img", 1, [(0x1000, os.urandom(2 * PAGE))])
     os.truncate(tmp_path / "pages-1.img", PAGE)
     with pytest.raises(CheckpointError, match="fewer pages"):
-        memory.store(tmp_path, PageWriter(Layout(tmp_path / "layout"), Trace()), {})
+        memory.store(tmp_path, memory.claim(tmp_path), PageWriter(Layout(tmp_path / "layout"), Trace()), {})
 
 
 @pytest.mark.parametrize("pages", [[1, 1], [(1 << 40), 2]])
@@ -105,7 +105,8 @@ def test_memory_a_lazy_dump_left_is_read_from_the_process(tmp_path: Path) -> Non
     store = Layout(tmp_path / "layout")
     writer = PageWriter(store, Trace())
     before = held[:]
-    assert memory.store(tmp_path, writer, {1: os.getpid()}) == 3002 * PAGE
+    memory.store(tmp_path, memory.claim(tmp_path), writer, {1: os.getpid()})
+    assert writer.total_bytes == 3002 * PAGE
     held[:PAGE] = bytes(PAGE)  # nothing is read any more
     index, packs = writer.close()
     assert read_back(PageReader(store, index, packs), *PageImages.of(tmp_path).images) == [before + stack]
@@ -116,5 +117,5 @@ def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "pagemap-1.img").write_bytes(image(number(1, 5), lazy))
     writer = PageWriter(Layout(tmp_path / "layout"), Trace())
     with pytest.raises(CheckpointError, match="cannot be read"):
-        memory.store(tmp_path, writer, {1: os.getpid()})
+        memory.store(tmp_path, memory.claim(tmp_path), writer, {1: os.getpid()})
     writer.abort()
