@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from agent import environment, images
 from agent.containerd import Client
@@ -26,7 +25,7 @@ def main(argv: list[str]) -> int:
     except CedanaError as error:
         print(f"cedana: {error.message}: {error.details or error.hint}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps({"content": str(Path(directory)), "manifest": digest}))
+    print(json.dumps({"content": str(directory), "manifest": digest}))
     return 0
 
 

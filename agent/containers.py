@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from agent.api import containerd_pb2 as api
@@ -12,26 +12,16 @@ from agent.errors import NotRunningError
 from base.errors import NotFoundError, UsageError
 from runtime.container import Container, load_spec
 from runtime.errors import IncompatibleError
+from shim import options
+from shim.log import RUNTIME
 
 NERDCTL_NAME = "nerdctl/name"
 CHECKPOINTED_LABEL = "ai.cedana.checkpointed"
 """On a container that ended with a checkpoint: the checkpoint's id and when (seconds since the epoch)."""
 ATTACHABLE_LABEL = "ai.cedana.attachable"
 """In an artifact: the terminal was connected to FIFOs, for clients to attach to, not to a log."""
-RUNTIME = "io.containerd.cedana.v1"
 _RUNC_RUNTIMES = frozenset({RUNTIME, "io.containerd.runc.v2"})
-_RUNC_ROOT = Path("/run/containerd/runc")
-"""Where containerd's shim for runc, and ours, keep runc's state unless an option says otherwise."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-
-
-@dataclass(frozen=True)
-class RuncOptions:
-    """How a container's shim calls runc (containerd.runc.v1.Options)."""
-
-    binary: str = "runc"
-    root: Path = _RUNC_ROOT
-    systemd_cgroup: bool = False
 
 
 def check_name(name: str) -> str:
@@ -82,15 +72,15 @@ def describe(client: Client, container: api.Container) -> Container:
             f"container {name} runs under {container.runtime.name}",
             hint=f"only containers under runc can be checkpointed: {', '.join(sorted(_RUNC_RUNTIMES))}",
         )
-    options = runc_options(container)
+    runc = options.decode(container.runtime.options)
     described = Container(
         id=container.id,
         namespace=client.namespace,
         bundle=Path(),
         pid=task.pid,
-        runc_root=options.root / client.namespace,
-        runc_binary=options.binary,
-        systemd_cgroup=options.systemd_cgroup,
+        runc_root=runc.runc_root(client.namespace),
+        runc_binary=runc.binary_name or "runc",
+        systemd_cgroup=runc.systemd_cgroup,
         name=name,
         image=container.image,
         labels={**container.labels, **({ATTACHABLE_LABEL: "true"} if _attachable(task) else {})},
@@ -102,16 +92,6 @@ def describe(client: Client, container: api.Container) -> Container:
 
 def _attachable(task: api.Process) -> bool:
     return task.terminal and task.stdout.startswith("/")
-
-
-def runc_options(container: api.Container) -> RuncOptions:
-    packed = container.runtime.options
-    if not packed.type_url.endswith("containerd.runc.v1.Options"):
-        return RuncOptions()
-    options = api.RuncOptions.FromString(packed.value)
-    return RuncOptions(
-        options.binary_name or "runc", Path(options.root or _RUNC_ROOT), options.systemd_cgroup
-    )
 
 
 def _bundle(container: Container) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
+from agent.containers import NERDCTL_NAME
 from agent.errors import AlreadyExistsError
 from base.errors import CedanaError, NotFoundError
 from base.trace import Trace
@@ -71,7 +72,7 @@ def base_image(client: Client, container: api.Container) -> BaseImage:
 
     The container's image *name* may mean another image by now: what counts is the snapshot it was made from.
     """
-    name = container.labels.get("nerdctl/name") or container.id
+    name = container.labels.get(NERDCTL_NAME) or container.id
     store = ContentDirectory(content_directory(client))
     parent = client.snapshot_parent(container.snapshotter, container.snapshot_key)
     if not parent:

@@ -26,7 +26,7 @@ from google.protobuf import any_pb2
 from agent import images, references
 from agent.api import containerd_pb2 as api
 from agent.containerd import Client
-from agent.containers import ATTACHABLE_LABEL, CHECKPOINTED_LABEL, NERDCTL_NAME, RUNTIME, check_name
+from agent.containers import ATTACHABLE_LABEL, CHECKPOINTED_LABEL, NERDCTL_NAME, check_name
 from agent.errors import AlreadyExistsError, ContainerdError, FailedPreconditionError
 from agent.home import Home, home
 from agent.spec import target_spec
@@ -42,6 +42,7 @@ from runtime import fetch, rootfs
 from runtime.container import Mount
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.locks import exclusive
+from shim.log import RUNTIME
 
 _SPEC_TYPE = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 _FIFO_ROOT = Path("/run/containerd/fifo")

@@ -68,8 +68,6 @@ MASKED_PATHS = (
     "/sys/devices/virtual/powercap",
 )
 READONLY_PATHS = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
-OWN_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf")
-"""Bind mounts that engines make from files of their own; the restored container gets this node's."""
 
 _DEFAULT_DEVICES = (
     ("c", 1, 3),  # null
@@ -134,9 +132,9 @@ def target_spec(
 ) -> Json:
     """The spec to restore with, from the one the artifact claims the container had.
 
-    `files` are this node's own files for the places in `OWN_FILES`. Raises `NotAllowedError` listing all
-    that would have to be allowed, `IncompatibleError` for what no option allows, `ArtifactError` if the
-    claimed spec is malformed.
+    `files` are this node's own files by the places that engines mount such files on. Raises
+    `NotAllowedError` listing all that would have to be allowed, `IncompatibleError` for what no option
+    allows, `ArtifactError` if the claimed spec is malformed.
     """
     builder = _Builder(_object(claimed, "spec"), allow)
     process = builder.process()
@@ -319,12 +317,7 @@ class _Builder:
             kept: Json = {"path": path, "type": _string(device, "type", "device")}
             if kept["type"] not in {"c", "b", "u", "p"}:
                 _malformed(f"{path} is a device of type {kept['type']!r}")
-            for name, largest in (
-                ("major", 4095),
-                ("minor", (1 << 20) - 1),
-                ("uid", _MAX_ID),
-                ("gid", _MAX_ID),
-            ):
+            for name, largest in _DEVICE_NUMBERS:
                 kept[name] = _integer(device, name, 0, largest, "device")
             if "fileMode" in device:
                 kept["fileMode"] = _integer(device, "fileMode", 0, 0o777, "device")

@@ -57,10 +57,6 @@ class FailedPrecondition(TaskError):
     suffix = "failed precondition"
 
 
-class Unimplemented(TaskError):
-    code = Code.UNIMPLEMENTED
-
-
 class EngineFailure(TaskError):
     """The engine said no; the sentence, hint and decisive log line are its own."""
 

@@ -90,26 +90,6 @@ class Process(_message.Message):
     exited_at: _timestamp_pb2.Timestamp
     def __init__(self, container_id: _Optional[str] = ..., id: _Optional[str] = ..., pid: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., stdin: _Optional[str] = ..., stdout: _Optional[str] = ..., stderr: _Optional[str] = ..., terminal: _Optional[bool] = ..., exit_status: _Optional[int] = ..., exited_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
-class RuncOptions(_message.Message):
-    __slots__ = ("no_pivot_root", "no_new_keyring", "shim_cgroup", "io_uid", "io_gid", "binary_name", "root", "systemd_cgroup")
-    NO_PIVOT_ROOT_FIELD_NUMBER: _ClassVar[int]
-    NO_NEW_KEYRING_FIELD_NUMBER: _ClassVar[int]
-    SHIM_CGROUP_FIELD_NUMBER: _ClassVar[int]
-    IO_UID_FIELD_NUMBER: _ClassVar[int]
-    IO_GID_FIELD_NUMBER: _ClassVar[int]
-    BINARY_NAME_FIELD_NUMBER: _ClassVar[int]
-    ROOT_FIELD_NUMBER: _ClassVar[int]
-    SYSTEMD_CGROUP_FIELD_NUMBER: _ClassVar[int]
-    no_pivot_root: bool
-    no_new_keyring: bool
-    shim_cgroup: str
-    io_uid: int
-    io_gid: int
-    binary_name: str
-    root: str
-    systemd_cgroup: bool
-    def __init__(self, no_pivot_root: _Optional[bool] = ..., no_new_keyring: _Optional[bool] = ..., shim_cgroup: _Optional[str] = ..., io_uid: _Optional[int] = ..., io_gid: _Optional[int] = ..., binary_name: _Optional[str] = ..., root: _Optional[str] = ..., systemd_cgroup: _Optional[bool] = ...) -> None: ...
-
 class FieldMask(_message.Message):
     __slots__ = ("paths",)
     PATHS_FIELD_NUMBER: _ClassVar[int]

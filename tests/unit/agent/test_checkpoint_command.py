@@ -25,6 +25,7 @@ from oci.artifact import BaseImage
 from oci.store import Descriptor
 from runtime import checkpoint as engine
 from runtime.errors import CheckpointError, IncompatibleError
+from shim.api import options_pb2
 
 STATUS, POLICY = "containerd.io/restart.status", "containerd.io/restart.policy"
 
@@ -46,7 +47,7 @@ def running(containerd: FakeContainerd, tmp_path: Path) -> api.Container:
     state.mkdir(parents=True)
     (bundle / "config.json").write_text("{}")
     (state / "state.json").write_text(json.dumps({"config": {"labels": [f"bundle={bundle}"]}}))
-    options = api.RuncOptions(root=str(tmp_path / "runc")).SerializeToString()
+    options = options_pb2.Options(root=str(tmp_path / "runc")).SerializeToString()
     packed = any_pb2.Any(type_url="containerd.runc.v1.Options", value=options)
     container = api.Container(
         id="c1",

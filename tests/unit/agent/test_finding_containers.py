@@ -13,6 +13,7 @@ from agent.containerd import Client
 from agent.errors import NotRunningError
 from base.errors import NotFoundError, UsageError
 from runtime.errors import EngineError, IncompatibleError
+from shim.api import options_pb2
 
 WEB = "1a" + "0" * 62
 DB = "1b" + "0" * 62
@@ -77,7 +78,7 @@ def running(containerd: FakeContainerd, tmp_path: Path) -> api.Container:
     state = tmp_path / "runc" / "default" / "c1"
     state.mkdir(parents=True)
     (state / "state.json").write_text(json.dumps({"config": {"labels": ["x=y", f"bundle={bundle}"]}}))
-    packed = api.RuncOptions(root=str(tmp_path / "runc"), binary_name="crun", systemd_cgroup=True)
+    packed = options_pb2.Options(root=str(tmp_path / "runc"), binary_name="crun", systemd_cgroup=True)
     options = any_pb2.Any(type_url="containerd.runc.v1.Options", value=packed.SerializeToString())
     container = api.Container(
         id="c1",
@@ -102,10 +103,15 @@ def test_running_container_is_described_to_the_engine(
     assert described.labels["team"] == "db"
 
 
-def test_usual_runtime_has_the_usual_root(running: api.Container) -> None:
+def test_usual_runtime_has_the_usual_root(
+    client: Client, running: api.Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running.runtime.ClearField("options")
-    options = containers.runc_options(running)
-    assert (options.root, options.binary) == (Path("/run/containerd/runc"), "runc")
+    state = tmp_path / "usual"
+    monkeypatch.setattr("shim.options.DEFAULT_ROOT", str(state))
+    (tmp_path / "runc").rename(state)
+    described = containers.describe(client, running)
+    assert (described.runc_root, described.runc_binary) == (state / "default", "runc")
 
 
 @pytest.mark.parametrize("status", [api.STOPPED, api.CREATED, api.UNKNOWN])
