@@ -255,13 +255,13 @@ class PageStream:
         """Bring the chunks of a claimed segment; an error becomes everybody's."""
         try:
             begin = self._chunks[segment.chunks[0]].offset
-            end = max(self._chunks[number].offset + self._chunks[number].stored for number in segment.chunks)
+            final = self._chunks[segment.chunks[-1]]
             decompressor = zstandard.ZstdDecompressor()
-            with self._store.open(self._packs[segment.pack], begin, end - begin) as blob:
-                parts = _Parts(blob, begin, end)
-                for number in segment.chunks:
+            length = final.offset + final.stored - begin
+            with self._store.open(self._packs[segment.pack], begin, length) as blob:
+                for number, stored in _stored(blob, self._chunks, segment.chunks):
                     chunk = self._chunks[number]
-                    data = _verified(parts.take(chunk.offset, chunk.stored), chunk, decompressor)
+                    data = _verified(stored, chunk, decompressor)
                     with self._lock:
                         if self._ended:
                             return
@@ -302,28 +302,25 @@ def _segments(chunks: Sequence[Chunk], numbers: Iterable[int]) -> Iterator[_Segm
         yield segment
 
 
-class _Parts:
-    """Bytes [begin, end) of a pack, read a MiB at a time; taken in ascending order of offset."""
-
-    def __init__(self, blob: BlobReader, begin: int, end: int) -> None:
-        self._blob = blob
-        self._part = memoryview(b"")
-        self._start = begin
-        self._read = begin
-        self._end = end
-
-    def take(self, offset: int, size: int) -> memoryview:
-        if offset + size > self._read:
-            rest = self._part[offset - self._start :]
-            wanted = min(self._end - self._read, max(_PIECE_BYTES, offset + size - self._read))
-            more = self._blob.read(wanted)
-            if len(more) < wanted:
-                raise DigestError("a page pack is truncated")
-            # Views of the part before are gone by now or keep it alive.
-            self._part = memoryview(bytes(rest) + more if rest else more)
-            self._start = self._read - len(rest)
-            self._read += wanted
-        return self._part[offset - self._start :][:size]
+def _stored(
+    blob: BlobReader, chunks: Sequence[Chunk], numbers: Sequence[int]
+) -> Iterator[tuple[int, memoryview]]:
+    """Each chunk's number and stored bytes, from a reader that stands at the first; read in whole chunks of
+    about a MiB."""
+    position = chunks[numbers[0]].offset
+    first = 0
+    while first < len(numbers):
+        last, end = first, position
+        while last < len(numbers) and end - position < _PIECE_BYTES:
+            end = chunks[numbers[last]].offset + chunks[numbers[last]].stored
+            last += 1
+        piece = memoryview(blob.read(end - position))
+        if len(piece) < end - position:
+            raise DigestError("a page pack is truncated")
+        for number in numbers[first:last]:
+            offset = chunks[number].offset - position
+            yield number, piece[offset : offset + chunks[number].stored]
+        first, position = last, end
 
 
 def _verified(stored: memoryview, chunk: Chunk, decompressor: zstandard.ZstdDecompressor) -> memoryview:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import blake3
 import zstandard
@@ -54,6 +55,14 @@ class _Window:
     lengths: list[int] = field(default_factory=list)
     pieces: list[memoryview | Read] = field(default_factory=list)
     chunk: int = ZERO
+
+
+class _Scratch(bytearray):
+    """A chunk's room that is ours."""
+
+
+def _is_scratch(part: Buffer) -> TypeGuard[memoryview]:
+    return isinstance(part, memoryview) and isinstance(part.obj, _Scratch)
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +159,8 @@ class PageWriter:
             self._queue.join()
             for pack in self._open_packs:
                 pack.buffers = [
-                    bytes(part) if isinstance(part, memoryview) else part for part in pack.buffers
+                    part if isinstance(part, bytes) or _is_scratch(part) else bytes(part)
+                    for part in pack.buffers
                 ]
         self._raise_error()
 
@@ -213,7 +223,9 @@ class PageWriter:
                 if self._error is None:
                     for window in batch:
                         if self._encode(encoder, window, pack) >= self._pack_limit():
+                            buffers = pack.buffers
                             self._store_pack(pack)
+                            encoder.take_back(buffers)
                             pack = self._new_pack()
                     self._report(batch)
             except BaseException as error:
@@ -332,10 +344,15 @@ class _Encoder:
     def __init__(self) -> None:
         self._compressor = zstandard.ZstdCompressor(compression_params=_COMPRESSION)
         self._doubtful = True
-        self._scratch = memoryview(bytearray(CHUNK_BYTES))
+        self._scratch = memoryview(_Scratch(CHUNK_BYTES))
+        self._spare: list[memoryview] = []
+
+    def take_back(self, buffers: Iterable[Buffer]) -> None:
+        """Use again what `encode` gave away, now that it is stored."""
+        self._spare += [memoryview(part.obj) for part in buffers if _is_scratch(part)]
 
     def gather(self, window: _Window) -> memoryview:
-        """The window's bytes; good until the next call."""
+        """The window's bytes; good until the next call, unless `encode` gives them away."""
         first = window.pieces[0]
         if len(window.pieces) == 1 and isinstance(first, memoryview):
             return first
@@ -356,7 +373,9 @@ class _Encoder:
             self._doubtful = len(frame) > len(data) * _WORTH
             if not self._doubtful:
                 return frame
-        return bytes(data) if data.obj is self._scratch.obj else data
+        if data.obj is self._scratch.obj:
+            self._scratch = self._spare.pop() if self._spare else memoryview(_Scratch(CHUNK_BYTES))
+        return data
 
     def _sample_shrinks(self, data: memoryview) -> bool:
         if len(data) <= _SAMPLES * _SAMPLE_BYTES:
