@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -42,6 +42,7 @@ from runtime import fetch, rootfs
 from runtime.container import Mount
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.locks import exclusive
+from runtime.staging import Staging
 from shim.log import RUNTIME
 
 _SPEC_TYPE = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
@@ -110,7 +111,7 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
         )
         spec["annotations"] |= own.annotations(_on_host_network(spec)) | _annotations(pinned, options)
 
-        undo.callback(fetch.discard, config, namespace, container_id)
+        undo.callback(Staging.of(config, namespace, container_id).discard)
         if artifact.base is not None:
             known = {known.name for known in client.images()}
             undo.callback(_quietly, images.remove_new, client, known, artifact.base.digest)
@@ -130,6 +131,7 @@ def restore(reference_text: str, options: RestoreOptions, config: Config, trace:
             snapshot = f"{container_id}-{artifact.record.id[:12]}-{secrets.token_hex(4)}"
             mounts = client.prepare_snapshot(snapshotter, snapshot, parent)
             undo.callback(_quietly, client.remove_snapshot, snapshotter, snapshot)
+            fetch.apply_difference(artifact, namespace, container_id, _mounts(mounts), config, trace)
             hostname = spec.get("hostname", "")
             record = api.Container(
                 id=container_id,
@@ -192,11 +194,15 @@ def _ended(client: Client, container: api.Container, record: CheckpointRecord) -
     if task is not None and task.status != api.STOPPED:
         return False
     mounts = client.snapshot_mounts(container.snapshotter, container.snapshot_key)
-    upper = rootfs.overlay_dirs([Mount(m.type, m.source, m.target, tuple(m.options)) for m in mounts]).upper
+    upper = rootfs.overlay_dirs(_mounts(mounts)).upper
     try:
         return all(path.lstat().st_ctime <= float(when) for path in (upper, *upper.rglob("*")))
     except (OSError, ValueError):
         return False
+
+
+def _mounts(described: Iterable[api.Mount]) -> list[Mount]:
+    return [Mount(m.type, m.source, m.target, tuple(m.options)) for m in described]
 
 
 def _take_away(client: Client, predecessor: api.Container, undo: ExitStack) -> None:

@@ -2,7 +2,8 @@
 
 One JSON object on stdin is the request; stdout carries JSON lines: `{"step": name}` as each step begins,
 at last `{"result": {…}}` or `{"error": {"message", "hint", "details", "code"}}`. docs/architecture.md,
-section 10, lists the verbs and their fields.
+section 10, lists the verbs and their fields. Each imports what it needs: they are started in the middle of a
+restore.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,9 @@ from base.annotations import BRIDGE, TCP
 from base.config import Config
 from base.errors import CedanaError
 from base.trace import Progress, Step, Trace
-from hooks import netbuild
-from runtime import fetch
-from runtime.checkpoint import CheckpointOptions, dump
+from runtime import fuse
 from runtime.container import Container, Mount, load_spec, unique_id
-from runtime.locks import exclusive
-from runtime.participants import participants
-from runtime.restore import RestoreRequest, restore
+from runtime.staging import Staging, mark_restored
 
 Request = dict[str, Any]
 
@@ -47,6 +45,10 @@ def _container(request: Request) -> Container:
 
 
 def _dump(request: Request, config: Config, trace: Trace) -> Request:
+    from runtime.checkpoint import CheckpointOptions, dump
+    from runtime.locks import exclusive
+    from runtime.participants import participants
+
     options = CheckpointOptions(leave_running=bool(request["leave_running"]))
     images, work = Path(request["image_path"]), Path(request["work_path"])
     with exclusive(config, request["namespace"], request["id"]):
@@ -59,6 +61,11 @@ def _prepare(request: Request, config: Config, trace: Trace) -> Request:
         Mount(m["type"], m["source"], m.get("target", ""), tuple(m.get("options", ())))
         for m in request["rootfs"]
     ]
+    staging = Staging.of(config, request["namespace"], request["id"])
+    if staging.ready_for(request["source"], mounts):
+        return {"images": str(staging.images)}
+    from runtime import fetch
+
     images = fetch.prepare(request["id"], request["namespace"], request["source"], mounts, config, trace)
     return {"images": str(images) if images else ""}
 
@@ -68,6 +75,9 @@ _WISHES = {TCP: "tcp", BRIDGE: "bridge"}
 
 
 def _restore(request: Request, config: Config, trace: Trace) -> Request:
+    from runtime.participants import participants
+    from runtime.restore import RestoreRequest, restore
+
     first, second, third = request["stdio"]
     container = _container(request)
     annotations = container.spec.get("annotations") or {}
@@ -80,17 +90,38 @@ def _restore(request: Request, config: Config, trace: Trace) -> Request:
         no_pivot=bool(request.get("no_pivot")),
         options={wish: annotations[name] for name, wish in _WISHES.items() if name in annotations},
     )
-    with fetch.memory_mounted(restore_request.images, config, trace):
+    staging = Staging.around(restore_request.images, config)
+    with _memory_of(staging, config, trace) if staging else nullcontext():
         pid = restore(restore_request, participants(), config, trace)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it runs: there is nothing to undo any more
-    fetch.mark_restored(container, config)
-    fetch.discard_behind(config, request["namespace"], request["id"])
+    if staging:
+        mark_restored(container, staging)
+        staging.discard_behind(config)
     return {"pid": pid}
 
 
+@contextmanager
+def _memory_of(staging: Staging, config: Config, trace: Trace) -> Iterator[None]:
+    """The page images can be read, from whoever fetches the memory already or from here."""
+    device = fuse.mount(staging.pages)
+    try:
+        if staging.hand_over(device):
+            os.close(device)
+            yield
+            return
+        from runtime import fetch
+
+        with fetch.serving(device, staging, config, trace):
+            yield
+    finally:
+        fuse.unmount(staging.pages)
+
+
 def _discard(request: Request, config: Config, trace: Trace) -> Request:
+    from hooks import netbuild
+
     netbuild.remove(unique_id(request["namespace"], request["id"]), config)
-    fetch.discard_behind(config, request["namespace"], request["id"])
+    Staging.of(config, request["namespace"], request["id"]).discard_behind(config)
     return {}
 
 

@@ -18,7 +18,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
-from oci.store import Buffer
 from runtime import syscalls
 from runtime.errors import RestoreError
 
@@ -36,6 +35,9 @@ _BUFFER_BYTES = 16 << 10
 _ROOT_NODE = 1
 _FOR_EVER_S = 1 << 31
 _THREADS = 4
+
+
+Buffer = bytes | bytearray | memoryview
 
 
 class _Op(IntEnum):

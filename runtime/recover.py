@@ -25,7 +25,7 @@ from typing import Any
 from base import config as configuration
 from base.config import Config
 from hooks.participant import Participant, Source
-from runtime import fetch
+from runtime import staging
 from runtime.container import Container
 from runtime.freezer import Freezer
 from runtime.participants import participants
@@ -115,7 +115,7 @@ def recover(config: Config, container: Container | None = None, parts: Sequence[
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             os.close(lock)
-    fetch.sweep(config)
+    staging.sweep(config)
 
 
 def _concerns(scratch: Path, container: Container) -> bool:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from oci.store import Buffer
 from runtime import fuse
-from runtime.fuse import FileServer, ServedFile
+from runtime.fuse import Buffer, FileServer, ServedFile
 
 DATA = os.urandom(3 << 20) + b"end"
 
