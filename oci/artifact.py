@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -399,7 +400,11 @@ class Artifact:
         return load_json(read_blob(self.store, self.spec_layer, MAX_SPEC_BYTES), "the checkpoint's spec")
 
     def pages(self) -> PageReader:
-        """The memory; reads the index."""
+        """The memory; the first call reads the index."""
+        return self._pages
+
+    @cached_property
+    def _pages(self) -> PageReader:
         frame = read_blob(self.store, self.index_layer, MAX_INDEX_BYTES)
         stream = Decompressed(io.BytesIO(frame), None, MAX_INDEX_BYTES)
         body = b"".join(iter(lambda: stream.read(1 << 20), b""))

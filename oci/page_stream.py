@@ -53,6 +53,14 @@ class PageReader:
         """Bytes of memory the object has, zero ones included."""
         return sum(extent.length for extent in self._index.objects[object_name])
 
+    def zero_ranges(self, object_name: str) -> list[tuple[int, int]]:
+        """The ranges [start, end) of an object that are zero, ascending."""
+        return [
+            (extent.address, extent.address + extent.length)
+            for extent in self._index.objects.get(object_name, ())
+            if extent.chunk == ZERO
+        ]
+
     def stream(self, images: Sequence[PageImage], trace: Trace, step: str) -> PageStream:
         """The contents of `images`, best read in their order; its progress is that of `step`.
 

@@ -29,7 +29,7 @@ from runtime import fuse, layer, rootfs
 from runtime.container import Mount
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.fuse import FileServer
-from runtime.memory import PageImages
+from runtime.memory import PageImages, leave_out_zeros
 from runtime.node import this_node
 from runtime.staging import Source, Staging, restored_from
 
@@ -60,6 +60,7 @@ def prefetch(
         staging.make()
         with trace.step("images"):
             artifact.extract_criu_images(staging.images)
+            leave_out_zeros(staging.images, artifact.pages())
         for served in PageImages.of(staging.images).files:
             (staging.images / served.name).symlink_to(Path("..", staging.pages.name, served.name))
         staging.note(Source(artifact.manifest.digest, where))

@@ -8,7 +8,8 @@ checked; nothing here trusts a byte.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,9 @@ _MM_MAGIC = 0x57492820
 _MAX_IMAGE_BYTES = 1 << 30
 _PE_LAZY, _PE_PRESENT = 1 << 1, 1 << 2
 """criu/include/pagemap.h: the pages can be asked for later; they are in the pages image."""
+_MAP_PRIVATE, _MAP_ANONYMOUS = 0x02, 0x20
+_VMA_PLAIN, _VMA_HEAP = 1 << 0 | 1 << 9, 1 << 5
+"""criu/include/image.h: VMA_AREA_REGULAR and VMA_ANON_PRIVATE; VMA_AREA_HEAP."""
 
 Fields = dict[int, list[int | bytes]]
 
@@ -50,12 +54,10 @@ class PageMap:
     runs: tuple[PageRun, ...]
 
     @property
-    def pid(self) -> int:
-        """The process, as the container numbers it; raises `EngineError` when it is not a process's."""
+    def process(self) -> int | None:
+        """The process, as the container numbers it; None for shared memory."""
         digits = self.name.removeprefix("pagemap-").removesuffix(".img")
-        if not digits.isdecimal():
-            raise EngineError(f"{self.name} is not the page map of a process")
-        return int(digits)
+        return int(digits) if digits.isdecimal() else None
 
     @property
     def size_bytes(self) -> int:
@@ -86,8 +88,9 @@ def _page_map(path: Path) -> PageMap:
     return PageMap(path.name, number(head, 1), tuple(runs))
 
 
-def inheriting_processes(directory: Path) -> set[int]:
-    """The processes of a dump that run their parent's program, and so may share memory with it."""
+def sharing_processes(directory: Path) -> tuple[set[int], set[int]]:
+    """Of a dump: the processes that run their parent's program, and so may share memory with it; those
+    parents."""
     parents: dict[int, int] = {}
     programs: dict[int, int] = {}
     for entry in messages(directory / "pstree.img", _PSTREE_MAGIC):
@@ -95,15 +98,61 @@ def inheriting_processes(directory: Path) -> set[int]:
         parents[pid] = number(entry, 2)
         if (mm := directory / f"mm-{pid}.img").exists():  # a zombie has none
             programs[pid] = number(next(messages(mm, _MM_MAGIC), {}), 12)
-    return {pid for pid in programs if programs[pid] == programs.get(parents[pid])}
+    children = {pid for pid in programs if programs[pid] == programs.get(parents[pid])}
+    return children, {parents[pid] for pid in children}
+
+
+def anonymous_areas(directory: Path, pid: int) -> list[tuple[int, int]]:
+    """The ranges [start, end) of a process that are plain private anonymous memory: zero until written."""
+    areas = []
+    for mm in messages(directory / f"mm-{pid}.img", _MM_MAGIC):
+        for body in mm.get(14, []):
+            if not isinstance(body, bytes):
+                raise EngineError(f"mm-{pid}.img has a malformed memory area")
+            area = parse(body)
+            flags, status = number(area, 6), number(area, 7)
+            if flags == _MAP_PRIVATE | _MAP_ANONYMOUS and status & ~_VMA_HEAP == _VMA_PLAIN:
+                areas.append((number(area, 1), number(area, 2)))
+    return areas
 
 
 def mark_present(path: Path) -> None:
     """Rewrite the page map `path` of a lazy dump as a plain one's: every page is in the pages image."""
+
+    def present(entry: Fields) -> list[Fields]:
+        if number(entry, 4, default=_PE_PRESENT) & _PE_LAZY:
+            entry[4] = [_PE_PRESENT]
+        return [entry]
+
+    _rewrite(path, present)
+
+
+def leave_out(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    """Rewrite the page map `path` without the pages in `ranges` [start, end): whole pages, ascending."""
+
+    ends = [end for _, end in ranges]
+
+    def without(entry: Fields) -> list[Fields]:
+        start = number(entry, 1)
+        end = start + number(entry, 5, default=number(entry, 2)) * PAGE_SIZE
+        kept = []
+        for position in range(bisect_right(ends, start), len(ranges) + 1):
+            low, high = ranges[position] if position < len(ranges) else (end, end)
+            if start < min(low, end):
+                pages = (min(low, end) - start) // PAGE_SIZE
+                kept.append(entry | {1: [start], 2: [pages], 5: [pages]})
+            if low >= end:
+                break
+            start = max(start, high)
+        return kept
+
+    _rewrite(path, without)
+
+
+def _rewrite(path: Path, change: Callable[[Fields], list[Fields]]) -> None:
+    head, *entries = messages(path, _PAGEMAP_MAGIC)
     body = struct.pack("<II", _COMMON_MAGIC, _PAGEMAP_MAGIC)
-    for index, fields in enumerate(messages(path, _PAGEMAP_MAGIC)):
-        if index and number(fields, 4, default=_PE_PRESENT) & _PE_LAZY:
-            fields[4] = [_PE_PRESENT]
+    for fields in (head, *(changed for entry in entries for changed in change(entry))):
         message = b"".join(
             _encoded(field << 3) + _encoded(value)
             for field, values in sorted(fields.items())

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from oci.page_stream import PageImage
+from oci.page_stream import PageImage, PageReader
 from oci.pages import PageWriter
 from runtime import syscalls
 from runtime.errors import CheckpointError, RestoreError
 from runtime.fuse import ServedFile
-from runtime.images import PageMap, inheriting_processes, mark_present, page_maps
+from runtime.images import (
+    PAGE_SIZE,
+    PageMap,
+    anonymous_areas,
+    leave_out,
+    mark_present,
+    page_maps,
+    sharing_processes,
+)
 
 _MAX_BYTES = 1 << 44
 """More than any machine has: the limit on what a hostile page map can ask for."""
@@ -46,9 +54,9 @@ def store(images: Path, maps: Sequence[PageMap], writer: PageWriter, pids: Mappi
         offset = 0
         for run in page_map.runs:
             if run.in_process:
-                pid = pids.get(page_map.pid)
+                pid = pids.get(page_map.process or 0)
                 if pid is None:
-                    raise CheckpointError(f"CRIU dumped a process {page_map.pid} that was not seen")
+                    raise CheckpointError(f"CRIU left memory of {page_map.name}, a process that was not seen")
                 writer.add_unread(page_map.name, run.address, run.size_bytes, partial(_read, pid))
             else:
                 writer.add(page_map.name, run.address, pages[offset : offset + run.size_bytes])
@@ -92,7 +100,8 @@ class PageImages:
         total = sum(page_map.file_bytes for page_map in maps)
         if total > _MAX_BYTES or len({page_map.pages_id for page_map in maps}) != len(maps):
             raise RestoreError("the checkpoint's page maps contradict each other", details=f"{total} bytes")
-        inheriting = {f"pagemap-{pid}.img" for pid in inheriting_processes(directory)}
+        children, _ = sharing_processes(directory)
+        inheriting = {f"pagemap-{pid}.img" for pid in children}
         return cls(
             # CRIU reads memory that may be shared with the parent page by page.
             tuple(ServedFile(_pages_name(m), m.file_bytes, direct=m.name not in inheriting) for m in maps),
@@ -101,6 +110,32 @@ class PageImages:
                 for m in maps
             ),
         )
+
+
+def leave_out_zeros(directory: Path, reader: PageReader) -> None:
+    """Take zero memory out of the page maps in `directory` where it is there without being written: private
+    memory of no file, of processes that share none with a child or parent."""
+    children, parents = sharing_processes(directory)
+    for page_map in page_maps(directory):
+        pid = page_map.process
+        if pid is None or pid in children | parents:
+            continue
+        zero = list(_common(anonymous_areas(directory, pid), reader.zero_ranges(page_map.name)))
+        if zero:
+            leave_out(directory / page_map.name, zero)
+
+
+def _common(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What lies in a range of both; each ascends."""
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end and not (start | end) % PAGE_SIZE:
+            yield start, end
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
 
 
 def _pages_name(page_map: PageMap) -> str:

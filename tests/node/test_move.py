@@ -39,6 +39,25 @@ def test_program_keeps_its_state(bed: Bed, name: str, program: str) -> None:
     verify_workload(bed.node_b, name)
 
 
+def test_zero_memory_is_there_and_takes_no_room(bed: Bed, name: str) -> None:
+    script = (
+        "import mmap, os, time\n"
+        "m = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "m[:] = bytes(len(m)); m[5 << 20] = 7; open('/ticks', 'w').write('1')\n"
+        "while not os.path.exists('/verify'): time.sleep(0.1)\n"
+        "open('/sum', 'w').write(f'{m[:].count(0)} {m[5 << 20]} ')\n"
+        "time.sleep(1000)"
+    )
+    bed.node_a.run_container(bed.image("python"), name, "/usr/bin/python3", "-c", script)
+    wait_until(lambda: bed.node_a.read(name, "/ticks"), "the memory is filled")
+    assert resident_pages(bed.node_a, name) > 60_000
+    bed.move(name)
+    assert resident_pages(bed.node_b, name) < 10_000
+    bed.node_b.exec(name, "touch", "/verify")
+    wait_until(lambda: bed.node_b.read(name, "/sum"), "the memory is counted", 60)
+    assert bed.node_b.read(name, "/sum").split() == [str((256 << 20) - 1), "7"]
+
+
 def test_program_started_by_nerdctl_keeps_its_state(bed: Bed, name: str) -> None:
     bed.node_a.nerdctl(
         "run", "--detach", "--pull", "never", "--name", name, "--net", "bed", "--runtime", RUNTIME,
@@ -299,6 +318,10 @@ def verify_workload(node: Node, name: str) -> None:
     node.exec(name, "touch", "/verify")
     wait_until(lambda: node.read(name, "/result"), "the program looked at its state")
     assert node.read(name, "/result") == "ok"
+
+
+def resident_pages(node: Node, name: str) -> int:
+    return int(node.exec(name, "cat", "/proc/1/statm").split()[1])
 
 
 def container_id(node: Node, name: str) -> str:

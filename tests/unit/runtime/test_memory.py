@@ -74,6 +74,37 @@ def test_memory_that_may_be_shared_with_the_parent_is_cached_by_the_kernel(tmp_p
     assert served == {"pages-1.img": True, "pages-2.img": False, "pages-3.img": True}
 
 
+def test_zero_memory_is_left_out_where_it_is_zero_anyway(tmp_path: Path) -> None:
+    """Of process 1; 2 shares its memory with 3, and what is shared among processes is no process's own."""
+    areas = b"".join(
+        b"\x72" + bytes([len(area)]) + area
+        for area in (
+            number(1, 0x400000) + number(2, 0x500000) + number(6, 0x22) + number(7, 0x201),
+            number(1, 0x500000) + number(2, 0x600000) + number(6, 0x02) + number(7, 0x41),
+        )
+    )
+    for pid in (1, 2, 3):
+        runs = [(0x400000, bytes(1 << 20)), (0x500000, bytes(1 << 20)), (0x700000, os.urandom(PAGE))]
+        dump(tmp_path, f"pagemap-{pid}.img", pid, runs)
+    dump(tmp_path, "pagemap-shmem-9.img", 9, [(0, bytes(1 << 20))])
+    process_tree(tmp_path, {1: 0, 2: 0, 3: 2}, {1: 7, 2: 7, 3: 7})
+    for pid in (1, 2, 3):
+        (tmp_path / f"mm-{pid}.img").write_bytes(image(number(12, 7) + areas, magic=0x57492820))
+    reader = stored(tmp_path, tmp_path)
+    memory.leave_out_zeros(tmp_path, reader)
+    pages = PageImages.of(tmp_path)
+    sizes = {file.name: file.size_bytes for file in pages.files}
+    whole = (2 << 20) + PAGE
+    assert sizes == {
+        "pages-1.img": (1 << 20) + PAGE,
+        "pages-2.img": whole,
+        "pages-3.img": whole,
+        "pages-9.img": 1 << 20,
+    }
+    first = (tmp_path / "pages-1.img").read_bytes()
+    assert read_back(reader, pages.images[0])[0] == first[1 << 20 :]
+
+
 def test_fewer_pages_than_the_map_lists_is_an_error(tmp_path: Path) -> None:
     dump(tmp_path, "pagemap-1.img", 1, [(0x1000, os.urandom(2 * PAGE))])
     os.truncate(tmp_path / "pages-1.img", PAGE)
