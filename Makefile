@@ -28,7 +28,7 @@ test: setup-test
 	$(PYTEST) $(ARGS)
 
 check: lint
-	$(PYTEST) tests/unit $(ARGS)
+	$(PYTEST) --numprocesses logical tests/unit $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check . packaging/node/install
