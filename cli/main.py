@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from base import __version__
 from base.errors import CedanaError, UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def parser() -> Parser:
     )
     top.add_argument("-a", "--address", metavar="SOCKET", default="", help="containerd's socket")
     _namespace(top, "")
+    top.add_argument("--version", action="version", version=f"cedana {__version__}")
     top.add_argument("--debug", action="store_true", help="show where an error comes from")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

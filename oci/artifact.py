@@ -390,11 +390,6 @@ class Artifact:
         with self.store.open(self.rootfs_layer) as blob:
             yield Decompressed(blob, _uncompressed_size(self.rootfs_layer))
 
-    @property
-    def rootfs_diff_bytes(self) -> int:
-        """Size of the uncompressed difference."""
-        return _uncompressed_size(self.rootfs_layer) if self.rootfs_layer else 0
-
     def spec(self) -> dict[str, Any]:
         """The OCI runtime spec the container ran with. Information: a target's own spec decides."""
         return load_json(read_blob(self.store, self.spec_layer, MAX_SPEC_BYTES), "the checkpoint's spec")

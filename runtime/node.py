@@ -27,7 +27,6 @@ class Node:
     kernel: str
     arch: str
     """As in OCI platforms: amd64, arm64."""
-    cpu_model: str
     cpu_flags: frozenset[str]
     """Only those that name instructions a user program may use."""
 
@@ -42,7 +41,7 @@ def this_node() -> Node:
         fields[key.strip()] = value.strip()
     flags = fields.get("flags", fields.get("Features", "")).split()
     instructions = (f for f in flags if uname.machine != "x86_64" or f in _INSTRUCTION_FLAGS)
-    return Node(uname.nodename, uname.release, arch(), fields.get("model name", ""), frozenset(instructions))
+    return Node(uname.nodename, uname.release, arch(), frozenset(instructions))
 
 
 def arch() -> str:

@@ -77,7 +77,6 @@ class Process:
     directory: str
     threads: int
     resident_bytes: int
-    mapped_bytes: int
     files: tuple[OpenFile, ...]
 
 
@@ -139,7 +138,6 @@ def read_process(pid: int) -> Process | None:
             directory=_readlink(root / "cwd"),
             threads=int(status["Threads"]),
             resident_bytes=_kib(status.get("VmRSS", "0 kB")),
-            mapped_bytes=_kib(status.get("VmSize", "0 kB")),
             files=tuple(_open_files(root)),
         )
     except (OSError, KeyError):
@@ -288,8 +286,10 @@ def _watches(processes: Sequence[Process], init: int, criu: CriuSettings) -> Ite
             )
 
 
-def changed_files(processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Mapping[str, Any]) -> list[str]:
-    """Files open at the checkpoint that are missing or different now, each as a sentence.
+def changed_files(
+    processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Mapping[str, Any]
+) -> dict[str, str]:
+    """Files open at the checkpoint that are missing or different now, each with a sentence about it.
 
     `processes` is the artifact's record (as written from `Process`), `rootfs` the mounted root.
     Files on the container's own tmpfs and proc mounts travel inside the checkpoint and are not looked at.
@@ -297,7 +297,7 @@ def changed_files(processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Ma
     binds = {m["destination"]: m["source"] for m in spec.get("mounts", []) if "bind" in m.get("type", "")
              or {"bind", "rbind"} & set(m.get("options", []))}  # fmt: skip
     carried = [m["destination"] for m in spec.get("mounts", []) if m["destination"] not in binds]
-    sentences = []
+    changed: dict[str, str] = {}
     seen = set()
     for process in processes:
         for file in process.get("files", []):
@@ -312,12 +312,12 @@ def changed_files(processes: Sequence[Mapping[str, Any]], rootfs: Path, spec: Ma
             base, rest = (rootfs, path) if mount is None else (Path(binds[mount]), path[len(mount) :])
             size = _size_beneath(base, rest)
             if size is None:
-                sentences.append(f"{path} was open at the checkpoint and is missing here")
+                changed[path] = f"{path} was open at the checkpoint and is missing here"
             elif size != file.get("size_bytes"):
-                sentences.append(
+                changed[path] = (
                     f"{path} had {file.get('size_bytes')} bytes at the checkpoint and has {size} here"
                 )
-    return sentences
+    return changed
 
 
 def _size_beneath(base: Path, path: str) -> int | None:

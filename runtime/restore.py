@@ -115,7 +115,7 @@ def _probe(
             hint="give the container the same mount points (the sources may differ)",
         )
     changed = changed_files(manifest.processes, target.rootfs, target.spec)
-    if blocking := [sentence for sentence in changed if sentence.split(" ")[0] not in allowed]:
+    if blocking := [sentence for path, sentence in changed.items() if path not in allowed]:
         raise IncompatibleError(
             f"files differ from what they were at the checkpoint: {'; '.join(blocking[:5])}",
             hint=f"put them back, or list them in the annotation {ALLOW_CHANGED}",

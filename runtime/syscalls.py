@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 import struct
 from collections.abc import Sequence
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
+_python = ctypes.PyDLL(None, use_errno=True)
+"""Calls with the interpreter's lock held."""
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 # The same numbers on every architecture (linux, include/uapi/asm-generic/unistd.h).
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
@@ -151,29 +155,26 @@ def mount_idmapped(source: str, target: str, userns: int, attributes: int = 0) -
 
 def user_namespace(uid_map: str, gid_map: str) -> int:
     """A descriptor of a new user namespace with these maps (user_namespaces(7)) and no process in it."""
-    ready, child_ready = os.pipe()
     release, parent_done = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        # Only system calls here: the parent's event loop and locks were copied in whatever state.
+    # Not os.fork: handlers that libraries have registered may start threads, and ours may be in any state.
+    flags = _CLONE_NEWUSER | signal.SIGCHLD
+    pid = _python.syscall(_SYS_CLONE[platform.machine()], *map(ctypes.c_ulong, (flags, 0, 0, 0, 0)))
+    if pid == 0:  # only system calls here
         os.close(parent_done)
-        if _libc.unshare(_CLONE_NEWUSER) == 0:
-            os.write(child_ready, b"1")
-            os.read(release, 1)
+        os.read(release, 1)
         os._exit(0)
+    os.close(release)
     try:
-        os.close(child_ready)
-        os.close(release)
-        if os.read(ready, 1) != b"1":
-            raise OSError("the kernel refused a new user namespace")
+        if pid < 0:
+            raise OSError(ctypes.get_errno(), "the kernel refused a new user namespace")
         for name, text in (("uid_map", uid_map), ("gid_map", gid_map)):
             with open(f"/proc/{pid}/{name}", "w") as file:
                 file.write(text)
         return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        os.close(ready)
         os.close(parent_done)
-        os.waitpid(pid, 0)
+        if pid > 0:
+            os.waitpid(pid, 0)
 
 
 class _IoVec(ctypes.Structure):

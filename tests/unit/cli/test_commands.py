@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import base
 from agent import node
 from agent.checkpoint import Checkpointed
 from agent.restore import Restored
@@ -276,6 +277,10 @@ def test_node_whose_command_is_missing_is_said_so(cedana: Cedana, monkeypatch: p
     done = cedana("restore", "x", "--node", "b")
     assert done.code == 1
     assert "node 'b'" in done.err
+
+
+def test_version_is_the_packages(cedana: Cedana) -> None:
+    assert cedana("--version").out == f"cedana {base.__version__}\n"
 
 
 def test_help_lists_the_commands(cedana: Cedana) -> None:

@@ -200,9 +200,9 @@ def _open_empty_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rootfs_difference_larger_than_the_queue_goes_through(put: Callable[..., Artifact]) -> None:
     content = bytes(range(256)) * (40 << 12)
-    artifact = put(rootfs=layer_tar({"large": content}))
-    with artifact.rootfs_diff() as stream:
-        buffer = bytearray(artifact.rootfs_diff_bytes)
+    layer = layer_tar({"large": content})
+    with put(rootfs=layer).rootfs_diff() as stream:
+        buffer = bytearray(len(layer))
         assert stream.readinto(buffer) == len(buffer)
         assert stream.read(1) == b""
     with tarfile.open(fileobj=io.BytesIO(buffer)) as tar:

@@ -126,7 +126,7 @@ def test_changed_files_are_named(tmp_path: Path) -> None:
     files = [
         {"kind": "file", "path": "/var/log", "size_bytes": 4},
         {"kind": "file", "path": "/data/db", "size_bytes": 5},
-        {"kind": "file", "path": "/gone", "size_bytes": 1},
+        {"kind": "file", "path": "/gone away", "size_bytes": 1},
         {"kind": "file", "path": "/escape/passwd", "size_bytes": 1},
         {"kind": "file", "path": "/dev/shm/x", "size_bytes": 1},
         {"kind": "file", "path": "/unlinked", "size_bytes": 1, "deleted": True},
@@ -138,7 +138,8 @@ def test_changed_files_are_named(tmp_path: Path) -> None:
         ]
     }
     found = probe.changed_files([{"files": files}], rootfs, spec)
-    assert [sentence.split(" ")[0] for sentence in found] == ["/data/db", "/gone", "/escape/passwd"]
+    assert list(found) == ["/data/db", "/gone away", "/escape/passwd"]
+    assert all(path in sentence for path, sentence in found.items())
 
 
 def test_a_packet_mode_pipe_is_refused_and_an_ordinary_one_is_not() -> None:
