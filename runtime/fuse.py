@@ -90,9 +90,10 @@ def mount(directory: Path) -> int:
 
 
 def unmount(directory: Path) -> None:
-    """End what is mounted on `directory`, if anything is."""
+    """End what is mounted on `directory`, if anything is: also where another mount namespace has a copy."""
     with suppress(OSError):
-        syscalls.unmount(str(directory), syscalls.MNT_DETACH)
+        # MNT_FORCE ends the file system itself (linux, fs/fuse/inode.c: fuse_umount_begin).
+        syscalls.unmount(str(directory), syscalls.MNT_FORCE | syscalls.MNT_DETACH)
 
 
 class FileServer:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -90,3 +91,20 @@ def test_a_reader_hears_when_the_server_was_killed(tmp_path: Path) -> None:
         server.kill()
         server.wait()
         fuse.unmount(tmp_path)
+
+
+def test_it_ends_though_another_mount_namespace_has_a_copy(tmp_path: Path) -> None:
+    server = FileServer(fuse.mount(tmp_path), [ServedFile("a", len(DATA))], Content())
+    unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo copied; exec sleep 60"]
+    copy = subprocess.Popen(unshare, stdout=subprocess.PIPE)
+    try:
+        assert copy.stdout is not None
+        assert copy.stdout.readline() == b"copied\n"
+        fuse.unmount(tmp_path)
+        ending = threading.Thread(target=server.join, daemon=True)
+        ending.start()
+        ending.join(10)
+        assert not ending.is_alive()
+    finally:
+        copy.kill()
+        copy.wait()
