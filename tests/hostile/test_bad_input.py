@@ -132,7 +132,7 @@ def test_full_disk_under_the_run_directory(bed: Bed, victim: str) -> None:
 
 
 def test_full_disk_at_a_restore(bed: Bed, good: Path) -> None:
-    with nothing_left(bed.node_b), small_disk(bed.node_b, "8m") as directory:
+    with nothing_left(bed.node_b), small_disk(bed.node_b, "64k") as directory:
         fails(
             bed.node_b, "restore", f"oci:{good}:one",
             code=(STORE, ENGINE), says="space", env={"CEDANA_RUN_DIR": directory},
