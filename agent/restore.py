@@ -274,8 +274,11 @@ def _explained(name: str, memory: PageStream) -> Iterator[None]:
 
 def _end_task(client: Client, container_id: str) -> None:
     _quietly(client.kill_task, container_id, signal.SIGKILL)
-    _quietly(client.wait_task, container_id, _END_TIMEOUT_S)
-    _quietly(client.delete_task, container_id)
+    try:
+        client.delete_task(container_id)  # of one that never ran nobody tells the end
+    except CedanaError:
+        _quietly(client.wait_task, container_id, _END_TIMEOUT_S)
+        _quietly(client.delete_task, container_id)
 
 
 def _quietly(function: Callable[..., object], *arguments: object) -> None:

@@ -114,15 +114,18 @@ def of(pid: int) -> Cgroup | None:
 
 
 def hierarchies() -> dict[str, Path]:
-    """The mount point of each cgroup hierarchy by controller; the controller of v2 is ''."""
+    """The mount point of each cgroup hierarchy by controller; the controller of v2 is ''.
+
+    The first one: CRIU mounts all of them once more while it works (`.criu.cgyard…`), for a moment.
+    """
     mounts: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         if kind == "cgroup2":
-            mounts[""] = Path(before.split()[4])
+            mounts.setdefault("", Path(before.split()[4]))
         elif kind == "cgroup":
-            mounts |= dict.fromkeys(options.split(","), Path(before.split()[4]))
+            mounts = dict.fromkeys(options.split(","), Path(before.split()[4])) | mounts
     return mounts
 
 

@@ -4,8 +4,9 @@ Before it freezes a container the engine notes in the scratch directory what und
 scratch directory whose lock is free has lost its engine. Recovery runs at the start of every operation,
 and as `python -m runtime.recover` from the watchdog of the engine that died.
 
-CRIU is waited for, not killed: it ends by itself (a lazy dump when the connection closes), and only it can
-take its code out of the processes again. One that no longer moves is killed.
+A restore is ended (`runtime.attempt`). In a dump CRIU is waited for, not killed: it ends by itself (a lazy
+dump when the connection closes), and only it can take its code out of the processes again. One that no
+longer moves is killed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from base import config as configuration
 from base.config import Config
 from hooks.participant import Participant, Source
 from runtime import staging
+from runtime.attempt import Attempt
 from runtime.container import Container
 from runtime.freezer import Freezer
 from runtime.participants import participants
@@ -127,6 +129,9 @@ def _concerns(scratch: Path, container: Container) -> bool:
 
 
 def _undo(scratch: Path, parts: Sequence[Participant]) -> None:
+    if (attempt := Attempt.read(scratch)) is not None:
+        attempt.undo(scratch)
+        return
     stall = Stall(scratch)
     while users(scratch):
         if stall.reached():

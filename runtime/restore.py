@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from base.config import Config
 from base.trace import Trace
 from hooks.participant import CriuSettings, Participant, Target
 from runtime import criu, mounts, privileges
+from runtime.attempt import Attempt
 from runtime.container import Container
 from runtime.errors import IncompatibleError, RestoreError
 from runtime.manifest import DumpManifest
@@ -170,12 +170,15 @@ def _run(request: RestoreRequest, target: Target, config: Config, scratch: Path,
     request.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     environment = criu.environment(config)
 
-    def delete() -> None:
-        subprocess.run(
-            [*runc, "delete", "--force", container.id], capture_output=True, check=False, env=environment
-        )
-
-    undo.callback(delete)
+    attempt = Attempt.begin(
+        delete=[*runc, "delete", "--force", container.id],
+        environment=environment,
+        state_dir=container.state_dir,
+        work=request.work,
+        cgroup=str((target.spec.get("linux") or {}).get("cgroupsPath") or ""),
+    )
+    attempt.write(scratch)
+    undo.callback(attempt.undo, scratch)
     status = _spawn(argv, request.stdio, environment)
     if status != 0:
         name = f"{container.namespace}-{container.id}-restore"

@@ -98,13 +98,14 @@ def _watchdog(config: Config) -> Iterator[None]:
 
 
 def users(directory: Path) -> dict[int, tuple[tuple[str, int], ...]]:
-    """The processes, ourselves apart, that have `directory` open, and (path, size) of all they have open."""
+    """The processes, ourselves apart, that have `directory` or a file below it open, and (path, size) of all
+    they have open."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with suppress(OSError):
                 files = tuple(_open_files(Path("/proc") / name / "fd"))
-                if any(path == str(directory) for path, _ in files):
+                if any(path == str(directory) or path.startswith(f"{directory}/") for path, _ in files):
                     found[int(name)] = files
     return found
 

@@ -254,6 +254,8 @@ class Init(Process):
             await self._restore(checkpoint)
         except EngineFailure as error:
             if not (error.incompatible and checkpoint.cold_start):
+                with suppress(TaskError):  # an engine killed at its very end leaves what runs
+                    await self.runtime.delete(self.id, force=True)
                 raise
             log.warning("cannot restore here, starting cold", id=self.id, error=error)
             await self._create()

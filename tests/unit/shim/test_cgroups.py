@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from runtime import cgroups
 from runtime.cgroups import CgroupV1, CgroupV2
 from shim.api import metrics_v1_pb2, metrics_v2_pb2
@@ -145,3 +147,20 @@ def test_the_kernel_tells_of_a_kill_and_of_the_end() -> None:
     finally:
         if group.exists():
             group.rmdir()
+
+
+def test_where_else_a_hierarchy_is_mounted_for_a_moment_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CRIU does that in the middle of a dump or restore of some other container."""
+    kinds = ("cgroup none rw,freezer", "cgroup2 none rw")
+    lines = [
+        f"{number} 20 0:{30 + number % 2} / {place} rw,relatime - {kinds[number % 2]}"
+        for number, place in enumerate(
+            ("/cg/freezer", "/cg/unified", "/w/.criu.cgyard.x/freezer", "/w/.criu.cgyard.x/unified")
+        )
+    ]
+    monkeypatch.setattr(Path, "read_text", lambda _: "\n".join(lines))
+    found = cgroups.hierarchies()
+    assert found["freezer"] == Path("/cg/freezer")
+    assert found[""] == Path("/cg/unified")
