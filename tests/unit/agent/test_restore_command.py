@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +348,7 @@ def test_checkpoint_of_another_architecture_is_refused(
 ) -> None:
     take()
     here = fetch.this_node()
-    other = type(here)(here.hostname, here.kernel, "riscv64", "", here.cpu_flags)
+    other = replace(here, arch="riscv64")
     monkeypatch.setattr(fetch, "this_node", lambda: other)
     with pytest.raises(IncompatibleError):
         bring_back(config)
