@@ -66,7 +66,7 @@ class Attempt:
 
     def undo(self, scratch: Path) -> None:
         """End who restores and what is restored; nothing of it is left."""
-        kill_users(scratch)
+        kill_users(scratch, below=True)
         own = [cgroup for cgroup in _cgroups(self.cgroup) if str(cgroup) not in self.taken]
         _kill_all(own)
         subprocess.run(self.delete, capture_output=True, check=False, env=dict(self.environment))

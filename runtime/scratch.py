@@ -97,15 +97,20 @@ def _watchdog(config: Config) -> Iterator[None]:
 # Those who work in a directory: runc and CRIU, whoever their parent is
 
 
-def users(directory: Path) -> dict[int, tuple[tuple[str, int], ...]]:
-    """The processes, ourselves apart, that have `directory` or a file below it open, and (path, size) of all
-    they have open."""
+def users(directory: Path, *, below: bool = False) -> dict[int, tuple[tuple[str, int], ...]]:
+    """The processes, ourselves apart, that have `directory` open, and (path, size) of all they have open.
+
+    With `below` also those that have a file in it open, as runc has its log.
+    """
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with suppress(OSError):
                 files = tuple(_open_files(Path("/proc") / name / "fd"))
-                if any(path == str(directory) or path.startswith(f"{directory}/") for path, _ in files):
+                if any(
+                    path == str(directory) or (below and path.startswith(f"{directory}/"))
+                    for path, _ in files
+                ):
                     found[int(name)] = files
     return found
 
@@ -116,10 +121,10 @@ def _open_files(descriptors: Path) -> Iterator[tuple[str, int]]:
             yield os.readlink(descriptor), descriptor.stat().st_size
 
 
-def kill_users(directory: Path) -> None:
+def kill_users(directory: Path, *, below: bool = False) -> None:
     """SIGKILL them, and wait a little until they are gone."""
     deadline = time.monotonic() + _DIE_S
-    while (left := users(directory)) and time.monotonic() < deadline:
+    while (left := users(directory, below=below)) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -308,6 +308,18 @@ def test_failed_start_says_what_the_runtime_said(
     assert caught.value.details == "CRIU could not bind 10.0.0.2"
 
 
+def test_nobody_waits_for_the_end_of_what_never_ran(
+    containerd: FakeContainerd, config: Config, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take()
+    containerd.failures["Tasks/Start"] = (grpc.StatusCode.UNKNOWN, "CRIU could not bind 10.0.0.2")
+    waited: list[str] = []
+    monkeypatch.setattr(command.Client, "wait_task", lambda _, container_id, __: waited.append(container_id))
+    with pytest.raises(RestoreError):
+        bring_back(config)
+    assert waited == []
+
+
 def test_node_that_does_not_fit_is_told_from_one_that_fails(
     containerd: FakeContainerd, config: Config, take: Take
 ) -> None:
