@@ -20,6 +20,8 @@ setup: $(SHIM)
 
 setup-test: setup
 	@packaging/node/install --containerd-1.7
+	@packaging/node/install --crun
+	@packaging/node/install --cri-tools
 
 demo: setup
 	@$(PYTHON) -m tests.node.demo

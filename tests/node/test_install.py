@@ -21,7 +21,7 @@ def _run(*argv: str | Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("option", [(), ("--containerd-1.7",)])
+@pytest.mark.parametrize("option", [(), ("--containerd-1.7",), ("--crun",), ("--cri-tools",)])
 def test_second_run_finds_everything_in_two_seconds(option: tuple[str, ...]) -> None:
     _run(INSTALL, *option)
     began = time.monotonic()
@@ -40,12 +40,18 @@ def test_second_run_finds_everything_in_two_seconds(option: tuple[str, ...]) -> 
         ("node/bin/nerdctl", (2, 2)),
         ("node-1.7/bin/containerd", (1, 7)),
         ("node-1.7/bin/ctr", (1, 7)),
+        ("crun/bin/crun", (1, 8)),
     ],
 )
 def test_program_is_new_enough(program: str, minimum: tuple[int, ...]) -> None:
     words = _run(PREFIX / program, "--version").split()
     found = next(numbers for word in words if len(numbers := version(word.removeprefix("v"))) > 1)
     assert found >= minimum
+
+
+@pytest.mark.parametrize("program", ["critest", "crictl", "checkpointctl"])
+def test_tool_of_cri_runs(program: str) -> None:
+    assert _run(PREFIX / "cri-tools/bin" / program, "--help")
 
 
 def test_older_line_stays_below_containerd_2() -> None:
@@ -56,7 +62,7 @@ def test_criu_carries_a_live_connection() -> None:
     assert criu_trial.failure(str(PREFIX / "node/bin/criu")) == ""
 
 
-@pytest.mark.parametrize("line", ["node", "node-1.7"])
+@pytest.mark.parametrize("line", ["node", "node-1.7", "crun"])
 def test_fetched_programs_load_nothing_of_the_system_s(line: str) -> None:
     prefix = (PREFIX / line).resolve()
     own = [path for path in (prefix / "bin").iterdir() if not path.is_symlink() and path.name != "nerdctl"]
