@@ -18,9 +18,10 @@ _LAUNCHER = """\
 #!{python} -IS
 import sys
 
-sys.path += {path!r}
+sys.path.insert(0, {code!r})
+sys.path.append({packages!r})
 
-from shim.__main__ import main
+from shim.launch import main
 
 sys.exit(main(sys.argv))
 """
@@ -34,8 +35,8 @@ def launcher() -> str:
     spec = importlib.util.find_spec("shim")
     if spec is None or spec.origin is None:
         raise SystemExit(f"cedana is not installed in {sys.prefix}: pip install it there first")
-    path = list(dict.fromkeys([str(Path(spec.origin).parent.parent), sysconfig.get_path("purelib")]))
-    text = _LAUNCHER.format(python=sys.executable, path=path)
+    code = str(Path(spec.origin).parent.parent)
+    text = _LAUNCHER.format(python=sys.executable, code=code, packages=sysconfig.get_path("purelib"))
     if len(text.splitlines()[0]) > _SHEBANG_LIMIT:
         raise SystemExit(f"the path of {sys.executable} is too long for a program's first line")
     return text

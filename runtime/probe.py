@@ -334,10 +334,9 @@ def _size_beneath(base: Path, path: str) -> int | None:
 
 def _parent(pid: int) -> int:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return int(proc.stat(pid)[1])
     except OSError:
         return 0
-    return int(stat.rpartition(b")")[2].split()[1])
 
 
 def _inner_pid(pid: int) -> int:

@@ -12,3 +12,8 @@ def status(pid: int | str) -> dict[str, str]:
     except OSError:
         return {}
     return dict(line.split(":\t", 1) for line in text.split("\n") if ":\t" in line)
+
+
+def stat(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat from the third, the state, on (proc_pid_stat(5)); raises `OSError`."""
+    return Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace").rpartition(")")[2].split()

@@ -8,9 +8,12 @@ import platform
 import signal
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.mmap.restype = _libc.sbrk.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _python = ctypes.PyDLL(None, use_errno=True)
 """Calls with the interpreter's lock held."""
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -23,6 +26,8 @@ _SYS_MOUNT_SETATTR = 442
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_PR_SET_MM = 35
+_PR_SET_MM_MAP = 14
 _PR_SET_CHILD_SUBREAPER = 36
 
 MS_RDONLY = 0x1
@@ -97,6 +102,41 @@ def set_parent_death_signal(signal: int) -> None:
 def set_name(name: str) -> None:
     """Set what `ps -o comm` shows of this process; cut to 15 bytes by the kernel."""
     _check(_libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0), "prctl PR_SET_NAME")
+
+
+class _MemoryMap(ctypes.Structure):
+    """struct prctl_mm_map (linux, include/uapi/linux/prctl.h)."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack",
+            "arg_start", "arg_end", "env_start", "env_end", "auxv",
+        )),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+def set_command_line(argv: Sequence[str]) -> None:
+    """Set what /proc/PID/cmdline shows of this process (prctl(2), PR_SET_MM_MAP)."""
+    text = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    address = _libc.mmap(None, len(text), 0x3, 0x22, -1, 0)  # read and write; private, anonymous; for good
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap failed")
+    ctypes.memmove(address, text, len(text))
+    fields = [int(word) for word in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    # Numbers of proc_pid_stat(5); `fields` begins with the fourth.
+    start_code, end_code, start_stack, start_data, end_data, start_brk = (
+        fields[n - 4] for n in (26, 27, 28, 45, 46, 47)
+    )
+    whole = _MemoryMap(
+        start_code=start_code, end_code=end_code, start_data=start_data, end_data=end_data,
+        start_brk=start_brk, brk=_libc.sbrk(0), start_stack=start_stack,
+        arg_start=address, arg_end=address + len(text), env_start=fields[50 - 4], env_end=fields[51 - 4],
+        exe_fd=0xFFFFFFFF,
+    )  # fmt: skip
+    size = ctypes.c_ulong(ctypes.sizeof(whole))
+    _check(_libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(whole), size, 0), "prctl PR_SET_MM_MAP")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:

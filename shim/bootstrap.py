@@ -1,9 +1,9 @@
 """`start`: finds or makes the shim that serves a container, and tells containerd its address.
 
 containerd runs it in the bundle and waits until every holder of its output is gone, so the server must not
-inherit descriptors 1 and 2. The server is a fork of this process: no second interpreter has to start. What
-containerd sends on stdin and reads from stdout depends on its version (`Parameters`); the plain address and
-`<bundle>/address` suit all before 2.3.
+inherit descriptors 1 and 2. The server is a fork of this process, or, forked by the zygote, this process
+itself: no second interpreter has to start. What containerd sends on stdin and reads from stdout depends on
+its version (`Parameters`); the plain address and `<bundle>/address` suit all before 2.3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from base.errors import CedanaError
 from shim import wire
@@ -79,25 +80,41 @@ class Parameters:
             self.shim_cgroup = cgroup.decode() if isinstance(cgroup, bytes) else ""
 
 
-def start(flags: Flags) -> int:
-    """Prints the address; in the forked server, serves until containerd shuts it down."""
+class Zygote(NamedTuple):
+    """This process was forked by the zygote to run the command of another."""
+
+    containerd: int
+    """The parent of that process."""
+    detach: Callable[[], None]
+    """Let that process end with status 0; this one goes on."""
+
+
+def start(flags: Flags, zygote: Zygote | None = None) -> int:
+    """Prints the address; in the server, serves until containerd shuts it down."""
     parameters = Parameters(_read_stdin(), flags)
     path = socket_path(parameters.socket_dir, flags, _group(flags))
     address = f"unix://{path}"
-    listener = _listen(path)
-    if listener is not None:
-        pid = os.fork()
-        if pid == 0:
-            return _serve(flags, listener, address, parameters)
-        listener.close()
-        try:
-            _place(pid, parameters.shim_cgroup)
-        except OSError as error:
+    listener = listen(path, socket.SOCK_STREAM)
+    if listener is None:
+        _write_address(address)
+        _answer(parameters, address)
+        return 0
+    pid = os.getpid() if zygote else os.fork()
+    if pid == 0:
+        return _serve(flags, listener, address, parameters)
+    try:
+        _place(pid, parameters.shim_cgroup, zygote.containerd if zygote else os.getppid())
+    except OSError as error:
+        if not zygote:
             os.kill(pid, 9)
-            os.unlink(path)
-            raise BootstrapError(f"failed to place the shim: {error}") from error
+        os.unlink(path)
+        raise BootstrapError(f"failed to place the shim: {error}") from error
     _write_address(address)
     _answer(parameters, address)
+    if zygote:
+        zygote.detach()
+        return _serve(flags, listener, address, parameters)
+    listener.close()
     return 0
 
 
@@ -133,23 +150,23 @@ def _group(flags: Flags) -> str:
     return flags.id
 
 
-def _listen(path: str) -> socket.socket | None:
-    """A listening socket; None when a shim already answers there."""
+def listen(path: str, kind: int, backlog: int = 128) -> socket.socket | None:
+    """A listening socket, ours alone; None when somebody already answers there."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     for _ in range(2):
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_UNIX, kind)
         try:
             before = os.umask(0o177)
             try:
                 listener.bind(path)
             finally:
                 os.umask(before)
-            listener.listen(128)
+            listener.listen(backlog)
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRINUSE:
                 raise BootstrapError(f"create new shim socket: {error}") from error
-            if _answers(path):
+            if _answers(path, kind):
                 return None
             os.unlink(path)
         else:
@@ -157,8 +174,8 @@ def _listen(path: str) -> socket.socket | None:
     raise BootstrapError(f"try create new shim socket 2x: {path} is in use")
 
 
-def _answers(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+def _answers(path: str, kind: int) -> bool:
+    with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
         try:
             probe.connect(path)
@@ -198,9 +215,9 @@ def _serve(flags: Flags, listener: socket.socket, address: str, parameters: Para
         return 1
 
 
-def _place(pid: int, cgroup: str) -> None:
+def _place(pid: int, cgroup: str, containerd: int) -> None:
     """Put the server where it belongs: one step likelier than containerd to be killed for memory."""
-    with open(f"/proc/{os.getppid()}/oom_score_adj") as file:
+    with open(f"/proc/{containerd}/oom_score_adj") as file:
         score = int(file.read())
     with open(f"/proc/{pid}/oom_score_adj", "w") as file:
         file.write(str(min(score + 1, _OOM_SCORE_MAX)))

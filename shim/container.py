@@ -23,7 +23,7 @@ from runtime import cgroups
 from runtime.container import Mount
 from runtime.criu import environment
 from runtime.runc import Runc
-from shim import log, mounts
+from shim import group, log, mounts
 from shim.engine import Engine
 from shim.errors import (
     AlreadyExists,
@@ -94,6 +94,7 @@ class Container:
         check_identifier(request.id)
         spec = _load_spec(request.bundle)
         request.options.write(request.bundle)
+        group.note(request.bundle)
         config = host.load_config()
         binary = config.tool(request.options.binary_name or "runc")
         root = request.options.runc_root(host.namespace)

@@ -17,7 +17,7 @@ from pathlib import Path
 from base.config import Config, load
 from base.errors import CedanaError
 from runtime.runc import Runc, last_error
-from shim import mounts, options, wire
+from shim import group, mounts, options, wire
 from shim.flags import Flags
 from shim.options import RESTORE_MARK
 
@@ -33,6 +33,7 @@ def delete(flags: Flags) -> int:
     bundle = Path(flags.bundle) if flags.bundle else Path.cwd().parent / flags.id
     pid = _pid(bundle)
     config = _config()
+    group.end_orphans(bundle)
     _delete_container(bundle, flags, config)
     _unmount(bundle / "rootfs")
     _discard(bundle, flags)

@@ -86,7 +86,8 @@ class Engine:
         try:
             os.write(stdin, request)
             os.lseek(stdin, 0, os.SEEK_SET)
-            child = self._reaper.spawn(argv, env=self._env, stdio=(stdin, stdout, 2), pass_fds=pass_fds)
+            fds = {0: stdin, 1: stdout, 2: 2, **{fd: fd for fd in pass_fds}}
+            child = self._reaper.spawn(argv, env=self._env, fds=fds)
         except OSError as error:
             os.close(output)
             raise EngineFailure(f"the engine could not be started: {error}") from error

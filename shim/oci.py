@@ -146,9 +146,8 @@ class OciRuntime:
         inputs = _memory_file("stdin", stdin) if stdin else os.open(os.devnull, _DEV_NULL_FLAGS)
         output, errors = _memory_file("stdout"), _memory_file("stderr")
         try:
-            child = self._reaper.spawn(
-                argv, env=self._env, stdio=stdio or (inputs, output, errors), pass_fds=pass_fds
-            )
+            fds = {**dict(enumerate(stdio or (inputs, output, errors))), **{fd: fd for fd in pass_fds}}
+            child = self._reaper.spawn(argv, env=self._env, fds=fds)
             exited = await child.exited
             if exited.status != 0:
                 said = last_error(log) or _contents(errors).strip()

@@ -10,7 +10,6 @@ goes then neither blocks the open nor breaks the pipe.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import stat
@@ -264,25 +263,14 @@ class Logger:
         argv = [_path(uri), *arguments]
         self._must_say = _scheme(uri) == "binary-v2"
         self._ready, says_ready = os.pipe2(os.O_CLOEXEC)
-        first_free = max(_LOGGER_FDS) + 1  # above the numbers the child is to see, not to be overwritten
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first_free) for fd in (stdout, stderr, says_ready)]
+        fds = dict(zip(_LOGGER_FDS, (stdout, stderr, says_ready), strict=True))
         try:
-            self._pid = os.posix_spawn(
-                argv[0],
-                argv,
-                environment,
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, fd, number) for fd, number in zip(high, _LOGGER_FDS, strict=True)
-                ],
-                setsigdef=[signal.SIGPIPE],
-            )
+            self._child = reaper.spawn(argv, env=environment, fds=fds, own_group=True)
         except OSError as error:
             os.close(self._ready)
             raise TaskError(f"failed to start binary process: {error}") from error
         finally:
-            for fd in (*high, says_ready):
-                os.close(fd)
-        self._exited = reaper.watch(self._pid)
+            os.close(says_ready)
 
     async def ready(self) -> None:
         """Wait until it says so: a byte, or (before `binary-v2`) just closing the pipe."""
@@ -292,14 +280,14 @@ class Logger:
 
     async def stop(self) -> None:
         """Its streams have ended: let it finish by itself, then ask, then insist."""
-        await asyncio.wait([self._exited], timeout=_LOGGER_FINISH_S)
+        await asyncio.wait([self._child.exited], timeout=_LOGGER_FINISH_S)
         for number, timeout_s in ((signal.SIGTERM, _LOGGER_TIMEOUT_S), (signal.SIGKILL, None)):
-            if self._exited.done():
+            if self._child.exited.done():
                 return
             if number == signal.SIGKILL:
-                log.warning("the log driver does not end, killing it", pid=self._pid)
-            os.kill(self._pid, number)
-            await asyncio.wait([self._exited], timeout=timeout_s)
+                log.warning("the log driver does not end, killing it", pid=self._child.pid)
+            self._child.signal(number)
+            await asyncio.wait([self._child.exited], timeout=timeout_s)
 
 
 def _scheme(target: str) -> str:

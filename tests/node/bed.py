@@ -240,6 +240,18 @@ class Node(Machine):
         ask = [self.tools / "ctr", "version"]
         wait_until(lambda: self.run(ask, check=False).returncode == 0, "containerd answers")
 
+    def start_zygote(self) -> None:
+        """From now on shims are forked, not started."""
+        with open(self.base / "log" / "zygote.log", "ab") as log:
+            self.popen(
+                [_bin() / "containerd-shim-cedana-v1", "zygote"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        ask = ["test", "-S", "/run/cedana/zygote.sock"]
+        wait_until(lambda: self.run(ask, check=False).returncode == 0, "the zygote listens")
+
     def stop_containerd(self) -> None:
         """Stop containerd alone: its shims and containers go on."""
         assert self.containerd is not None
@@ -420,7 +432,7 @@ class Bed:
 
 
 @contextmanager
-def bed(cgroup_version: int = 0, containerd: Path = TOOLS) -> Iterator[Bed]:
+def bed(cgroup_version: int = 0, containerd: Path = TOOLS, zygote: bool = True) -> Iterator[Bed]:
     """A running bed; everything of it is gone afterwards, whatever happened.
 
     `cgroup_version` 0 is the machine's own; `containerd` the directory of the nodes' containerd and ctr.
@@ -455,6 +467,8 @@ def bed(cgroup_version: int = 0, containerd: Path = TOOLS) -> Iterator[Bed]:
         for node in nodes:
             node.install_cni(plugins)
             node.start_containerd()
+            if zygote:
+                node.start_zygote()
         yield made
 
 

@@ -47,6 +47,7 @@ class Containerd:
         self.state = base / "state"
         self._binaries = binaries
         self._process: subprocess.Popen[Any] | None = None
+        self._zygote: subprocess.Popen[Any] | None = None
         base.mkdir(exist_ok=True)
         disabled = json.dumps(_UNNEEDED)
         (base / "config.toml").write_text(
@@ -71,6 +72,24 @@ class Containerd:
         assert self._process is not None
         self._process.terminate()
         self._process.wait(timeout=20)
+
+    def start_zygote(self) -> None:
+        """From now on shims are forked, not started."""
+        with open(self.base / "log", "ab") as log:
+            self._zygote = subprocess.Popen(
+                [ROOT / ".venv" / "bin" / "containerd-shim-cedana-v1", "zygote"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,
+            )
+        wait_until((self.base / "run" / "zygote.sock").exists, "the zygote listens")
+
+    def stop_zygote(self) -> None:
+        if self._zygote is not None:
+            self._zygote.terminate()
+            self._zygote.wait(timeout=20)
 
     @property
     def pid(self) -> int:
@@ -206,12 +225,14 @@ def binaries(line: str) -> Path:
 
 
 @contextmanager
-def containerd(line: str) -> Iterator[Containerd]:
+def containerd(line: str, *, zygote: bool = True) -> Iterator[Containerd]:
     """Runs until the block ends, with the image `IMAGE`; nothing of it stays."""
     base = Path(tempfile.mkdtemp(prefix="cedana-shim-", dir="/var/tmp"))
     made = Containerd(line, binaries(line), base)
     try:
         made.start()
+        if zygote:
+            made.start_zygote()
         imported = made.ctr("images", "import", "--index-name", IMAGE, str(images.build("base")))
         assert imported.status == 0, imported.err
         yield made
@@ -219,6 +240,7 @@ def containerd(line: str) -> Iterator[Containerd]:
         for line_ in made.ctr("tasks", "ls").out.splitlines()[1:]:
             made.remove(line_.split()[0])
         made.stop()
+        made.stop_zygote()
         for pid in made.shims():
             os.kill(pid, signal.SIGKILL)
         for mount in reversed(_mounts_below(base)):

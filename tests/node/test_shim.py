@@ -30,7 +30,7 @@ Scenario = Callable[[Containerd, str], Transcript]
 
 @pytest.fixture(scope="module", params=["2.x", "1.7"])
 def daemon(request: pytest.FixtureRequest) -> Iterator[Containerd]:
-    with containerd(request.param) as made:
+    with containerd(request.param, zygote=request.param == "2.x") as made:
         yield made
 
 
