@@ -2,7 +2,7 @@
 # make demo    redis moves from one node to another under a client that goes on writing
 # make test    every test
 # make check   after make setup, in a minute: lint, and the tests of single parts
-# make bench   BENCH=basic: the figures of docs/benchmarks.md
+# make bench   BENCH=basic, BENCH=shim: the figures of docs/benchmarks.md
 # make lock    requirements.lock from pyproject.toml
 # make clean   removes what the others made in this folder
 

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import mmap
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from bench.figures import Figure, at_least, at_most, finish
 from tests.node.bed import Bed, bed, wait_until
 
 ROUNDS = 3
@@ -45,16 +44,6 @@ class Round:
     @property
     def whole(self) -> float:
         return self.save + self.bring_back
-
-
-@dataclass(frozen=True)
-class Figure:
-    value: float
-    unit: str
-    must: float | None = None
-    aim: float | None = None
-    limit: float | None = None
-    met: bool | None = None
 
 
 def main() -> None:
@@ -77,13 +66,8 @@ def main() -> None:
             )
     ours, peers = ours[1:], peers[1:]
     figures = judge(ours, peers, arguments.mib << 20, copy, sha256)
-    show(ours, peers, figures)
-    print(json.dumps({
-        "bench": "basic",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
-        "figures": {name: asdict(figure) for name, figure in figures.items()},
-    }))  # fmt: skip
-    sys.exit(0 if all(figure.met is not False for figure in figures.values()) else 1)
+    show(ours, peers)
+    finish("basic", figures)
 
 
 def move_ours(made: Bed, mib: int, warm: int) -> Round:
@@ -179,9 +163,9 @@ def judge(
     peers_move, peers_freeze = median(peers, "whole"), median(peers, "freeze")
     ratio = peers_move / move
     return {
-        "move_ratio": Figure(ratio, "x", 3.0, 5.0, peers_move / fastest_move, ratio >= 3.0),
-        "freeze": Figure(freeze, "s", peers_freeze, peers_freeze / 3, fastest_freeze, freeze <= peers_freeze),
-        "move": Figure(move, "s", peers_move / 3, peers_move / 5, fastest_move, move <= peers_move / 3),
+        "move_ratio": at_least(ratio, "x", 3.0, 5.0, peers_move / fastest_move),
+        "freeze": at_most(freeze, "s", peers_freeze, peers_freeze / 3, fastest_freeze),
+        "move": at_most(move, "s", peers_move / 3, peers_move / 5, fastest_move),
         "peers_move": Figure(peers_move, "s"),
         "peers_freeze": Figure(peers_freeze, "s"),
         "memory_copy": Figure(copy / 1e9, "GB/s"),
@@ -189,19 +173,12 @@ def judge(
     }
 
 
-def show(ours: Sequence[Round], peers: Sequence[Round], figures: dict[str, Figure]) -> None:
+def show(ours: Sequence[Round], peers: Sequence[Round]) -> None:
     print(f"\n{'median of ' + str(len(ours)):<26} {'ours':>8} {'peers':>8}")
     rows = (("checkpoint + push", "save"), ("pull + restore", "bring_back"), ("whole move", "whole"),
             ("freeze", "freeze"))  # fmt: skip
     for label, field in rows:
         print(f"{label:<26} {median(ours, field):>6.2f} s {median(peers, field):>6.2f} s")
-    print(f"\n{'figure':<14} {'value':>10} {'must':>8} {'aim':>8} {'limit':>8}")
-    for name, figure in figures.items():
-        bounds = " ".join(
-            f"{'' if b is None else f'{b:.2f}':>8}" for b in (figure.must, figure.aim, figure.limit)
-        )
-        verdict = {True: "met", False: "NOT MET", None: ""}[figure.met]
-        print(f"{name:<14} {figure.value:>6.2f} {figure.unit:<4}{bounds} {verdict}")
 
 
 def median(rounds: Sequence[Round], field: str) -> float:

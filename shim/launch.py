@@ -30,7 +30,7 @@ _PATIENCE_S = 2.0
 def main(argv: list[str]) -> int:
     """`argv` is the whole command line; returns the exit status."""
     if argv[1:] != ["zygote"] and (status := _zygote_runs(argv)) is not None:
-        return status
+        posix._exit(status)  # the interpreter would take another millisecond to end
     from shim.__main__ import main
 
     return main(argv)

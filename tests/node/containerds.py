@@ -62,7 +62,7 @@ class Containerd:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(),
+                env=self.environment(),
                 start_new_session=True,
             )
         wait_until(lambda: self.ctr("version").status == 0, "containerd answers")
@@ -81,10 +81,15 @@ class Containerd:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(),
+                env=self.environment(),
                 start_new_session=True,
             )
         wait_until((self.base / "run" / "zygote.sock").exists, "the zygote listens")
+
+    @property
+    def zygote_pid(self) -> int:
+        assert self._zygote is not None
+        return self._zygote.pid
 
     def stop_zygote(self) -> None:
         if self._zygote is not None:
@@ -97,7 +102,7 @@ class Containerd:
         return self._process.pid
 
     def ctr(self, *arguments: str, input: str = "") -> Done:
-        return self._run([*self._ctr(), *arguments], input)
+        return self._run([*self.ctr_line(), *arguments], input)
 
     def nerdctl(self, *arguments: str, input: str = "") -> Done:
         argv = [str(TOOLS / "nerdctl"), "--address", str(self.socket), "--namespace", self.namespace,
@@ -105,10 +110,10 @@ class Containerd:
         return self._run([*argv, *arguments], input)
 
     def terminal(self, *arguments: str) -> Terminal:
-        return Terminal([*self._ctr(), *arguments], self._environment())
+        return Terminal([*self.ctr_line(), *arguments], self.environment())
 
     def events(self) -> Events:
-        return Events([*self._ctr(), "events"], self._environment(), self.base / "events")
+        return Events([*self.ctr_line(), "events"], self.environment(), self.base / "events")
 
     def shims(self) -> list[int]:
         """The shims this containerd has started, whatever they are written in."""
@@ -140,13 +145,13 @@ class Containerd:
     def wait_for(self, name: str, status: str) -> None:
         wait_until(lambda: self.task(name)[1] == status, f"{name} is {status or 'gone'}")
 
-    def _ctr(self) -> list[str]:
+    def ctr_line(self) -> list[str]:
         return [str(self._binaries / "ctr"), "--address", str(self.socket), "--namespace", self.namespace]
 
     def _run(self, argv: Sequence[str], input: str) -> Done:
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=self._environment(), start_new_session=True,
+            env=self.environment(), start_new_session=True,
         )  # fmt: skip
         try:
             out, err = process.communicate(input, timeout=90)
@@ -156,7 +161,7 @@ class Containerd:
             raise AssertionError(f"{' '.join(argv)} hangs\n{out}\n{err}") from None
         return Done(process.returncode, out, err)
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """The shim's executable is beside the Python that runs the tests; its data stays in our directory."""
         path = [ROOT / ".venv" / "bin", self._binaries, TOOLS, "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
         return {
