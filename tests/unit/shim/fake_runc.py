@@ -105,6 +105,9 @@ def do_resume(state, options):
 
 def do_ps(state, options):
     pids = [pid for pid in (read(f"{state}/init"), *execs(state)) if os.path.exists(f"/proc/{pid}")]
+    for pid in tuple(pids):
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            pids += [int(word) for word in children.read().split()]
     print(json.dumps(pids or None))
 
 

@@ -17,10 +17,12 @@ from google.protobuf.message import Message
 
 from base.config import Config
 from runtime import syscalls
+from shim import ttrpc
 from shim.api import options_pb2
 from shim.api import task_pb2 as api
 from shim.client import Connection
 from shim.container import Host
+from shim.process import Process
 from shim.reaper import Reaper
 from shim.server import Server
 from shim.service import SERVICES, TaskService
@@ -59,17 +61,25 @@ class Shim:
         self.service = service
         self._connection = connection
 
-    async def call(self, method: str, request: Message, *, timeout_s: float = 0) -> Any:
-        reply = await asyncio.wait_for(
-            self._connection.call(SERVICES[1], method, request.SerializeToString(), timeout_s=timeout_s), 30
+    async def ask(self, method: str, request: Message, *, timeout_s: float = 0) -> ttrpc.Reply:
+        return await self._connection.call(
+            SERVICES[1], method, request.SerializeToString(), timeout_s=timeout_s
         )
+
+    def process(self, container_id: str, exec_id: str) -> Process | None:
+        """The service's own record of a process."""
+        container = self.service._containers.get(container_id)
+        return None if container is None else container.execs.get(exec_id) if exec_id else container.init
+
+    async def call(self, method: str, request: Message, *, timeout_s: float = 0) -> Any:
+        reply = await asyncio.wait_for(self.ask(method, request, timeout_s=timeout_s), 30)
         if reply.code:
             raise CallFailed(reply.code, reply.message)
         return RESPONSES[method].FromString(reply.payload) if method in RESPONSES else None
 
     def bundle(self, container_id: str, argv: Sequence[str], **spec: Any) -> Path:
         bundle = self.directory / "bundles" / container_id
-        (bundle / "rootfs").mkdir(parents=True)
+        (bundle / "rootfs").mkdir(parents=True, exist_ok=True)
         own = {"namespaces": [{"type": "pid"}]}
         body = {"process": {"args": list(argv), "env": []}, "linux": own, **spec}
         (bundle / "config.json").write_text(json.dumps(body))

@@ -29,7 +29,7 @@ def test_recorded_command_lines_are_understood(name: str) -> None:
         flags = parse(call["call"])
         assert flags.action in ("start", "delete")
         assert flags.id == name
-        assert flags.namespace in ("testing", "rshim")
+        assert flags.namespace in ("testing", f"testing-{name}", "rshim")
 
 
 @pytest.mark.parametrize("name", [name for name in recordings.NAMES if name.startswith("Test")])

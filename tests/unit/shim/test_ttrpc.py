@@ -12,6 +12,7 @@ from shim import ttrpc
 from shim.api import events_pb2, task_pb2
 from shim.api.ttrpc_pb2 import KeyValue, Request, Response, Status
 from shim.errors import Code
+from shim.flags import parse
 from shim.service import SERVICES
 from tests.unit.shim import recordings
 
@@ -58,14 +59,16 @@ def _request(frame: recordings.Frame) -> bytes:
 
 @pytest.mark.parametrize("name", recordings.NAMES)
 def test_a_recorded_conversation_is_understood_call_by_call(name: str) -> None:
-    server = ttrpc.Server()
+    flags = parse(next(recordings.calls(name))["call"])
     for frame in recordings.frames(name):
         if frame.channel == "task" and frame.sent_by_client:
+            if frame.stream_id == 1:  # a connection begins
+                server = ttrpc.Server()
             (call,) = server.receive(_request(frame))
             assert isinstance(call, ttrpc.Call)
             assert (call.service, call.method, call.payload) == (frame.service, frame.method, frame.payload)
             assert call.service in SERVICES
-            assert call.metadata == {"containerd-namespace-ttrpc": "testing"}
+            assert call.metadata == {"containerd-namespace-ttrpc": flags.namespace}
             assert call.timeout_s == (frame.timeout_nano / 1e9 if frame.timeout_nano else None)
 
 
