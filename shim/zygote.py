@@ -48,21 +48,17 @@ _RETRY_S = 1.0
 
 
 def run() -> int:
-    """Serve until SIGTERM."""
+    """Serve until a signal ends this process. There is nothing to undo: a socket left behind is replaced."""
     with _listener() as listener:
-        try:
-            _preload()
-            gc.collect()
-            gc.freeze()
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a shim: the kernel reaps it
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-            syscalls.set_name("cedana-zygote")
-            while True:
-                if not _spare_taken(listener):
-                    time.sleep(_RETRY_S)
-        finally:
-            if not _is_passed(listener):
-                os.unlink(listener.getsockname())
+        _preload()
+        gc.collect()
+        gc.freeze()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a shim: the kernel reaps it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        syscalls.set_name("cedana-zygote")
+        while True:
+            if not _spare_taken(listener):
+                time.sleep(_RETRY_S)
 
 
 def _preload() -> None:
@@ -79,10 +75,6 @@ def _listener() -> socket.socket:
     if listener is None:
         raise CedanaError(f"a zygote listens at {path} already")
     return listener
-
-
-def _is_passed(listener: socket.socket) -> bool:
-    return listener.fileno() == _FIRST_PASSED and "LISTEN_PID" in os.environ
 
 
 def _spare_taken(listener: socket.socket) -> bool:
@@ -108,8 +100,7 @@ def _spare_taken(listener: socket.socket) -> bool:
 
 def _be_spare(listener: socket.socket, taken: int, zygote: int) -> int:
     """In the fork: wait for a client, be it, run its command. Its exit status is also ours."""
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     syscalls.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != zygote:
         return 1
