@@ -73,6 +73,12 @@ class Containerd:
         self._process.terminate()
         self._process.wait(timeout=20)
 
+    def kill(self) -> None:
+        """End the daemon as running out of memory does."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(timeout=20)
+
     def start_zygote(self) -> None:
         """From now on shims are forked, not started."""
         with open(self.base / "log", "ab") as log:
@@ -95,6 +101,8 @@ class Containerd:
         if self._zygote is not None:
             self._zygote.terminate()
             self._zygote.wait(timeout=20)
+            (self.base / "run" / "zygote.sock").unlink()
+            self._zygote = None
 
     @property
     def pid(self) -> int:
