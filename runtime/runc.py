@@ -87,16 +87,18 @@ class Runc:
 
 
 def last_error(log: Path) -> str:
-    """The message of the last error in runc's JSON log; '' when it has none."""
+    """The message of the last error in the JSON log of runc (a line each) or crun (several); '' without one."""
     try:
-        lines = log.read_text(errors="replace").splitlines()
+        text = log.read_text(errors="replace")
     except OSError:
         return ""
-    for line in reversed(lines):
+    decoder, position, found = json.JSONDecoder(), 0, ""
+    while (position := text.find("{", position)) >= 0:
         try:
-            entry = json.loads(line)
+            entry, position = decoder.raw_decode(text, position)
         except ValueError:
+            position += 1
             continue
-        if isinstance(entry, dict) and entry.get("level") in ("error", "fatal"):
-            return str(entry.get("msg", "")).strip()
-    return ""
+        if entry.get("level") in ("error", "fatal"):
+            found = str(entry.get("msg", "")).strip()
+    return found

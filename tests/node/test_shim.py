@@ -20,12 +20,14 @@ from shim.bootstrap import socket_path
 from shim.flags import Flags
 from tests.node.containerds import IMAGE, Containerd, Done, containerd, normal, wait_until
 
-STOCK = "io.containerd.runc.v2"
-OURS = "io.containerd.cedana.v1"
+Runtime = tuple[str, ...]
+"""As ctr and nerdctl are told of it."""
+STOCK: Runtime = ("--runtime", "io.containerd.runc.v2")
+OURS: Runtime = ("--runtime", "io.containerd.cedana.v1")
 LOOP = ("sh", "-c", "trap 'exit 4' TERM; i=0; while :; do i=$((i+1)); echo $i; sleep 0.1; done")
 
 Transcript = list[object]
-Scenario = Callable[[Containerd, str], Transcript]
+Scenario = Callable[[Containerd, Runtime], Transcript]
 
 
 @pytest.fixture(scope="module", params=["2.x", "1.7"])
@@ -46,14 +48,14 @@ def _said(done: Done) -> tuple[int, str, str]:
 
 
 def _run(
-    daemon: Containerd, runtime: str, *argv: str, options: tuple[str, ...] = (), input: str = ""
+    daemon: Containerd, runtime: Runtime, *argv: str, options: tuple[str, ...] = (), input: str = ""
 ) -> Done:
-    return daemon.ctr("run", "--rm", "--runtime", runtime, *options, IMAGE, "c1", *argv, input=input)
+    return daemon.ctr("run", "--rm", *runtime, *options, IMAGE, "c1", *argv, input=input)
 
 
-def _start(daemon: Containerd, runtime: str, *argv: str, options: tuple[str, ...] = ()) -> None:
+def _start(daemon: Containerd, runtime: Runtime, *argv: str, options: tuple[str, ...] = ()) -> None:
     argv = argv or LOOP
-    done = daemon.ctr("run", "--detach", "--runtime", runtime, *options, IMAGE, "c1", *argv)
+    done = daemon.ctr("run", "--detach", *runtime, *options, IMAGE, "c1", *argv)
     assert done.status == 0, done.err
 
 
@@ -62,7 +64,7 @@ def _exec(daemon: Containerd, *argv: str, options: tuple[str, ...] = (), input: 
     return daemon.ctr(*words, input=input)
 
 
-def _life(daemon: Containerd, runtime: str) -> Transcript:
+def _life(daemon: Containerd, runtime: Runtime) -> Transcript:
     """run: output, exit codes, what cannot be started."""
     return [
         _said(_run(daemon, runtime, "echo", "hello")),
@@ -78,7 +80,7 @@ def _life(daemon: Containerd, runtime: str) -> Transcript:
     ]  # fmt: skip
 
 
-def _execs(daemon: Containerd, runtime: str) -> Transcript:
+def _execs(daemon: Containerd, runtime: Runtime) -> Transcript:
     """exec: output, input, exit codes, what cannot be executed."""
     _start(daemon, runtime)
     said = [
@@ -94,7 +96,7 @@ def _execs(daemon: Containerd, runtime: str) -> Transcript:
     return said
 
 
-def _states(daemon: Containerd, runtime: str) -> Transcript:
+def _states(daemon: Containerd, runtime: Runtime) -> Transcript:
     """pause, resume, kill, delete: from every state, allowed or not."""
     said: Transcript = []
 
@@ -121,7 +123,7 @@ def _states(daemon: Containerd, runtime: str) -> Transcript:
     return said
 
 
-def _looks(daemon: Containerd, runtime: str) -> Transcript:
+def _looks(daemon: Containerd, runtime: Runtime) -> Transcript:
     """ps and metrics."""
     _start(daemon, runtime, options=("--memory-limit", "67108864"))
     time.sleep(0.3)
@@ -138,7 +140,7 @@ def _looks(daemon: Containerd, runtime: str) -> Transcript:
     ]
 
 
-def _published(daemon: Containerd, runtime: str) -> Transcript:
+def _published(daemon: Containerd, runtime: Runtime) -> Transcript:
     """Every event of a life, in its order."""
     events = daemon.events()
     _start(daemon, runtime)
@@ -152,7 +154,7 @@ def _published(daemon: Containerd, runtime: str) -> Transcript:
     return list(events.until("/tasks/delete"))
 
 
-def _nerdctl(daemon: Containerd, runtime: str) -> Transcript:
+def _nerdctl(daemon: Containerd, runtime: Runtime) -> Transcript:
     """nerdctl's daily verbs."""
 
     def n(*arguments: str, input: str = "") -> tuple[int, str, str]:
@@ -164,8 +166,8 @@ def _nerdctl(daemon: Containerd, runtime: str) -> Transcript:
 
     try:
         return [
-            n("run", "--rm", "--net", "none", "--runtime", runtime, IMAGE, "sh", "-c", "echo out; exit 5"),
-            n("run", "-d", "--name", "n1", "--net", "none", "--runtime", runtime, IMAGE, *LOOP),
+            n("run", "--rm", "--net", "none", *runtime, IMAGE, "sh", "-c", "echo out; exit 5"),
+            n("run", "-d", "--name", "n1", "--net", "none", *runtime, IMAGE, *LOOP),
             logged("3\n"),
             n("exec", "n1", "sh", "-c", "echo hi; exit 3"),
             n("exec", "-i", "n1", "cat", input="piped"),
@@ -179,7 +181,7 @@ def _nerdctl(daemon: Containerd, runtime: str) -> Transcript:
             n("start", "n1"),
             n("kill", "n1")[0],
             n("rm", "-f", "n1"),
-            n("run", "-d", "-t", "--name", "n1", "--net", "none", "--runtime", runtime, IMAGE,
+            n("run", "-d", "-t", "--name", "n1", "--net", "none", *runtime, IMAGE,
               "sh", "-c", "tty; echo on-a-tty; sleep 60"),
             logged("on-a-tty"),
             n("rm", "-f", "n1"),
@@ -211,9 +213,9 @@ def test_the_last_event_of_a_life_is_always_told(daemon: Containerd, name: str) 
 
 
 @pytest.mark.parametrize("runtime", [STOCK, OURS])
-def test_a_terminal_session(daemon: Containerd, name: str, runtime: str) -> None:
+def test_a_terminal_session(daemon: Containerd, name: str, runtime: Runtime) -> None:
     argv = ("sh", "-c", "echo ready; read line; echo z${line}z; stty size; exit 5")
-    with daemon.terminal("run", "--rm", "-t", "--runtime", runtime, IMAGE, name, *argv) as screen:
+    with daemon.terminal("run", "--rm", "-t", *runtime, IMAGE, name, *argv) as screen:
         screen.expect("ready")
         time.sleep(0.5)
         screen.type("hello\n")
@@ -294,7 +296,7 @@ def test_containers_of_one_group_share_a_shim(daemon: Containerd) -> None:
     try:
         for each in names:
             group = ("--annotation", "io.containerd.runc.v2.group=pod")
-            done = daemon.ctr("run", "--detach", "--runtime", OURS, *group, IMAGE, each, *LOOP)
+            done = daemon.ctr("run", "--detach", *OURS, *group, IMAGE, each, *LOOP)
             assert done.status == 0, done.err
         assert len(daemon.shims()) == 1
         daemon.ctr("tasks", "kill", "--signal", "KILL", "g1")
