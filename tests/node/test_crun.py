@@ -50,7 +50,7 @@ def _life(nodes: Bed, runtime: str) -> list[object]:
         _ctr(nodes, "run", "--rm", *options, image, name, "sh", "-c", "kill -9 $$"),
         _ctr(nodes, "run", "--rm", *options, image, name, "/nope"),
         _ctr(nodes, "run", "--rm", "--read-only", *options, image, name, "touch", "/x"),
-        _ctr(nodes, "run", "--detach", *options, image, name, *LOOP),
+        _ctr(nodes, "run", "--detach", *options, image, name, *LOOP)[0],
         exec_("sh", "-c", "echo out; exit 7"),
         exec_("/nope")[0],
         _ctr(nodes, "tasks", "pause", name),
