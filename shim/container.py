@@ -264,9 +264,9 @@ def _load_spec(bundle: Path) -> dict[str, Any]:
     try:
         spec = json.loads((bundle / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise InvalidArgument(f"the bundle {bundle} has no readable config.json: {error}") from error
+        raise TaskError(f"the bundle {bundle} has no readable config.json: {error}") from error
     if not isinstance(spec, dict):
-        raise InvalidArgument(f"the config.json of {bundle} is no object")
+        raise TaskError(f"the config.json of {bundle} is no object")
     return spec
 
 

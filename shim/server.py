@@ -97,7 +97,7 @@ class _Connection(asyncio.Protocol):
         try:
             request = method.request.FromString(call.payload)
         except DecodeError as error:
-            self._fail(call, Code.INVALID_ARGUMENT, f"unmarshal {call.method} request: {error}")
+            self._fail(call, Code.INTERNAL, f"unmarshal {call.method} request: {error}")
             return
         task = asyncio.create_task(self._answer(call, method, request))
         self._calls[task] = method.only_waits

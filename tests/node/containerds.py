@@ -38,7 +38,7 @@ class Done:
 
 
 class Containerd:
-    def __init__(self, line: str, binaries: Path, base: Path) -> None:
+    def __init__(self, line: str, binaries: Path, base: Path, path: Sequence[Path] = ()) -> None:
         self.line = line
         self.base = base
         self.socket = base / "c.sock"
@@ -46,6 +46,7 @@ class Containerd:
         """Its own: runc's state and the cgroups of a container are the whole machine's."""
         self.state = base / "state"
         self._binaries = binaries
+        self._path = path
         self._process: subprocess.Popen[Any] | None = None
         self._zygote: subprocess.Popen[Any] | None = None
         base.mkdir(exist_ok=True)
@@ -171,7 +172,16 @@ class Containerd:
 
     def environment(self) -> dict[str, str]:
         """The shim's executable is beside the Python that runs the tests; its data stays in our directory."""
-        path = [ROOT / ".venv" / "bin", self._binaries, TOOLS, "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+        path = [
+            *self._path,
+            ROOT / ".venv" / "bin",
+            self._binaries,
+            TOOLS,
+            "/usr/sbin",
+            "/usr/bin",
+            "/sbin",
+            "/bin",
+        ]
         return {
             "PATH": ":".join(str(directory) for directory in path),
             "HOME": "/root",
@@ -238,10 +248,10 @@ def binaries(line: str) -> Path:
 
 
 @contextmanager
-def containerd(line: str, *, zygote: bool = True) -> Iterator[Containerd]:
-    """Runs until the block ends, with the image `IMAGE`; nothing of it stays."""
+def containerd(line: str, *, zygote: bool = True, path: Sequence[Path] = ()) -> Iterator[Containerd]:
+    """Runs until the block ends, with the image `IMAGE`; nothing of it stays. `path` is searched first."""
     base = Path(tempfile.mkdtemp(prefix="cedana-shim-", dir="/var/tmp"))
-    made = Containerd(line, binaries(line), base)
+    made = Containerd(line, binaries(line), base, path)
     try:
         made.start()
         if zygote:
