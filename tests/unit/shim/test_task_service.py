@@ -302,7 +302,7 @@ def test_a_bundle_without_a_config_is_refused(tmp_path: Path) -> None:
     async def life(shim: Shim) -> None:
         with pytest.raises(CallFailed, match=r"no readable config\.json") as refused:
             await shim.call("Create", api.CreateTaskRequest(id="one", bundle=str(tmp_path)))
-        assert refused.value.code == 3
+        assert refused.value.code == 2
 
     run(tmp_path, life)
 
