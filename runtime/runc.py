@@ -87,7 +87,7 @@ class Runc:
 
 
 def last_error(log: Path) -> str:
-    """The message of the last error in the JSON log of runc (a line each) or crun (several); '' without one."""
+    """The message of the last error in the JSON log of runc (one line each) or crun (several); '' if none."""
     try:
         text = log.read_text(errors="replace")
     except OSError:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
+import posix
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from shim import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -213,6 +217,27 @@ def test_launcher_that_the_kernel_could_not_start_is_refused(monkeypatch: pytest
     monkeypatch.setattr(sys, "executable", "/" + "x" * 255)
     with pytest.raises(SystemExit, match="too long"):
         shim_launcher.launcher()
+
+
+# The units of systemd
+
+
+def _unit(name: str) -> configparser.ConfigParser:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string((ROOT / "packaging/systemd" / name).read_text())
+    return unit
+
+
+def test_the_socket_is_where_the_shim_looks_for_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(posix.environ, b"CEDANA_RUN_DIR", raising=False)
+    section = _unit("cedana-zygote.socket")["Socket"]
+    assert section["ListenSequentialPacket"].encode() == launch.socket_path()
+    assert section["SocketMode"] == "0600"
+
+
+def test_shims_outlive_the_service_that_forked_them() -> None:
+    assert _unit("cedana-zygote.service")["Service"]["KillMode"] == "process"
 
 
 # The rule on skipped tests
