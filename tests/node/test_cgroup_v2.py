@@ -1,7 +1,7 @@
-"""Another OCI runtime under the shim: crun, named by the option BinaryName, on nodes with cgroup v2 alone.
+"""Nodes with cgroup v2 alone: runc, and crun named by the option BinaryName, under the shim.
 
-crun 1.28 refuses a machine that has cgroup v1 and v2 side by side. ctr has `--runc-binary` for containerd's
-own shim alone; options reach ours in a file.
+crun 1.28 refuses a machine that has cgroup v1 and v2 side by side, so this is where it is tested. ctr has
+`--runc-binary` for containerd's own shim alone; options reach ours in a file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from tests.node.bed import Bed, bed, wait_until
 from tests.node.containerds import normal
 
 CRUN = Path("/opt/cedana/crun/bin/crun")
-OURS = "io.containerd.cedana.v1"
-SIDES = {
-    OURS: ("--runtime-config-path", "/etc/cedana/crun.toml"),
-    "io.containerd.runc.v2": ("--runc-binary", str(CRUN)),
-}
+OURS, STOCK = "io.containerd.cedana.v1", "io.containerd.runc.v2"
+OURS_WITH_CRUN = ("--runtime", OURS, "--runtime-config-path", "/etc/cedana/crun.toml")
+STOCK_WITH_CRUN = ("--runtime", STOCK, "--runc-binary", str(CRUN))
 LOOP = ("sh", "-c", "trap 'exit 4' TERM; i=0; while :; do i=$((i+1)); echo $i; sleep 0.1; done")
 
 
@@ -36,9 +34,9 @@ def _ctr(nodes: Bed, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, normal(done.stdout), normal(done.stderr)
 
 
-def _life(nodes: Bed, runtime: str) -> list[object]:
+def _life(nodes: Bed, runtime: tuple[str, ...]) -> list[object]:
     """What clients see of it from the first run to the last removal."""
-    options = ("--runtime", runtime, *SIDES[runtime], "--cpu-shares", "0")
+    options = (*runtime, "--cpu-shares", "0")
     image, name = nodes.image("base"), "crun"
     nodes.node_a.remove_container(name)
 
@@ -59,7 +57,7 @@ def _life(nodes: Bed, runtime: str) -> list[object]:
         _ctr(nodes, "tasks", "resume", name),
         nodes.node_a.task_status(name),
         exec_("echo", "still"),
-        _ctr(nodes, "tasks", "metrics", name)[0],
+        _metrics(nodes, name),
         _ctr(nodes, "tasks", "kill", "--signal", "TERM", name),
     ]
     wait_until(lambda: nodes.node_a.task_status(name) == "STOPPED", "it ended")
@@ -68,17 +66,30 @@ def _life(nodes: Bed, runtime: str) -> list[object]:
     return said
 
 
-def test_clients_see_of_crun_what_they_see_with_containerds_own_shim(nodes: Bed) -> None:
-    ours, stock = (_life(nodes, runtime) for runtime in SIDES)
-    assert ours == stock
-    assert ours[0][:2] == (42, "out\n")  # type: ignore[index]
+def _metrics(nodes: Bed, name: str) -> list[str]:
+    """The names of the numbers that ctr understands."""
+    said = nodes.node_a.ctr("tasks", "metrics", name)
+    return [line.split()[0] for line in said.splitlines() if line.split()]
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [(("--runtime", OURS), ("--runtime", STOCK)), (OURS_WITH_CRUN, STOCK_WITH_CRUN)],
+    ids=["runc", "crun"],
+)
+def test_clients_see_what_they_see_with_containerds_own_shim(
+    nodes: Bed, ours: tuple[str, ...], stock: tuple[str, ...]
+) -> None:
+    seen, expected = _life(nodes, ours), _life(nodes, stock)
+    assert seen == expected
+    assert seen[0][:2] == (42, "out\n")  # type: ignore[index]
 
 
 @pytest.fixture
 def running(nodes: Bed) -> Iterator[str]:
     """The name of a container that crun runs."""
     name = f"crun-{os.urandom(3).hex()}"
-    options = ("--runtime", OURS, *SIDES[OURS], "--cpu-shares", "0")
+    options = (*OURS_WITH_CRUN, "--cpu-shares", "0")
     nodes.node_a.ctr("run", "--detach", *options, nodes.image("base"), name, *LOOP)
     yield name
     nodes.node_a.remove_container(name)
