@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from base.errors import CedanaError
@@ -76,8 +77,19 @@ class Parameters:
     def _read_options(self, fields: list[tuple[int, int | bytes]]) -> None:
         values = dict(fields)
         if values.get(1) == b"containerd.runc.v1.Options" and isinstance(body := values.get(2), bytes):
-            cgroup = dict(wire.decode(body)).get(3)
-            self.shim_cgroup = cgroup.decode() if isinstance(cgroup, bytes) else ""
+            self.shim_cgroup = _text(dict(wire.decode(body)).get(3))
+        elif values.get(1) == b"runtimeoptions.v1.Options" and isinstance(body := values.get(2), bytes):
+            from shim import errors, options  # seldom, and costs milliseconds
+
+            inner = dict(wire.decode(body))
+            config = inner.get(3, b"")
+            if isinstance(config, bytes):
+                with suppress(errors.InvalidArgument):  # Create reads them too, and says what is wrong
+                    self.shim_cgroup = options.from_toml(config, _text(inner.get(2))).shim_cgroup
+
+
+def _text(value: int | bytes | None) -> str:
+    return value.decode() if isinstance(value, bytes) else ""
 
 
 class Zygote(NamedTuple):

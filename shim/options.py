@@ -91,7 +91,7 @@ def decode(message: AnyMessage) -> RuncOptions:
             return RuncOptions(**{f.name: getattr(sent, f.name) for f in fields(RuncOptions)})
         if kind == RUNTIME_OPTIONS:
             runtime = options_pb2.RuntimeOptions.FromString(message.value)
-            return _from_toml(runtime.config_body, runtime.config_path)
+            return from_toml(runtime.config_body, runtime.config_path)
     except DecodeError as error:
         raise InvalidArgument(f"malformed options {kind}: {error}") from error
     raise InvalidArgument(f"options of type {kind} are not supported")
@@ -115,7 +115,8 @@ def decode_checkpoint(message: AnyMessage) -> CheckpointOptions:
     return CheckpointOptions(**{**values, "empty_namespaces": tuple(sent.empty_namespaces)})
 
 
-def _from_toml(body: bytes, path: str) -> RuncOptions:
+def from_toml(body: bytes, path: str) -> RuncOptions:
+    """The options in TOML, given or in a file; raises `InvalidArgument`."""
     try:
         text = body.decode() if body else Path(path).read_text() if path else ""
         table = tomllib.loads(text)

@@ -77,6 +77,16 @@ def test_runtime_options_name_the_shims_cgroup() -> None:
     assert bootstrap.Parameters(sent.SerializeToString(), FLAGS).shim_cgroup == "/shims"
 
 
+def test_options_in_toml_name_it_too(tmp_path: Path) -> None:
+    for options in (
+        options_pb2.RuntimeOptions(config_body=b'ShimCgroup = "/shims"\n'),
+        options_pb2.RuntimeOptions(config_path=str(tmp_path / "options.toml")),
+    ):
+        (tmp_path / "options.toml").write_text('ShimCgroup = "/shims"\n')
+        sent = Any(type_url="runtimeoptions.v1.Options", value=options.SerializeToString())
+        assert bootstrap.Parameters(sent.SerializeToString(), FLAGS).shim_cgroup == "/shims"
+
+
 def test_options_of_other_runtimes_are_let_through() -> None:
     call = next(recordings.calls("n4"))
     parameters = bootstrap.Parameters(bytes.fromhex(call["stdin"]), FLAGS)
