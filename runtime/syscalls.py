@@ -29,6 +29,7 @@ _PR_SET_NAME = 15
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
 _PR_SET_CHILD_SUBREAPER = 36
+_MADV_MERGEABLE = 12
 
 MS_RDONLY = 0x1
 MS_NOSUID = 0x2
@@ -102,6 +103,20 @@ def set_parent_death_signal(signal: int) -> None:
 def set_name(name: str) -> None:
     """Set what `ps -o comm` shows of this process; cut to 15 bytes by the kernel."""
     _check(_libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0), "prctl PR_SET_NAME")
+
+
+def merge_memory() -> None:
+    """Let ksmd share what this process holds in memory now, and its forks have of it (MADV_MERGEABLE).
+
+    Nothing happens where the node does not run ksmd (/sys/kernel/mm/ksm/run), or the kernel has none. Not
+    prctl(2)'s PR_SET_MEMORY_MERGE: that passes to what is executed, and a container must not share its memory
+    because we did.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _, _, inode, *name = line.split(maxsplit=5)
+        if permissions == "rw-p" and inode == "0" and name != ["[stack]"]:
+            start, end = (int(address, 16) for address in span.split("-"))
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_MERGEABLE)
 
 
 class _MemoryMap(ctypes.Structure):

@@ -53,6 +53,7 @@ def run() -> int:
         _preload()
         gc.collect()
         gc.freeze()
+        syscalls.merge_memory()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a shim: the kernel reaps it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         syscalls.set_name("cedana-zygote")

@@ -302,3 +302,18 @@ def test_systemd_may_pass_the_socket(tmp_path: Path) -> None:
             process.terminate()
             process.wait(timeout=20)
     assert path.exists()
+
+
+def test_the_memory_of_shims_may_be_merged_and_that_of_what_they_start_not(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    def mergeable(smaps: str) -> int:
+        return sum("mg" in line.split() for line in smaps.splitlines() if line.startswith("VmFlags:"))
+
+    has_ksm = Path("/sys/kernel/mm/ksm").is_dir()
+    assert (mergeable(Path(f"/proc/{zygote.spare()}/smaps").read_text()) > 0) is has_ksm
+    (tmp_path / "runc").write_text("#!/bin/sh\ncat /proc/self/smaps\n")
+    (tmp_path / "runc").chmod(0o755)
+    said = _shim(zygote, "-info", environment={"CEDANA_TOOLS_DIR": str(tmp_path)}).stdout
+    assert b"VmFlags:" in said
+    assert mergeable(said.decode(errors="replace")) == 0
