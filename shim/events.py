@@ -64,7 +64,8 @@ class Publisher:
             return
         self._queue.append(self._envelope(event).SerializeToString())
         self._idle.clear()
-        self._wake.set()
+        # Not before the answer to the call that it comes from: a client waits for that.
+        asyncio.get_running_loop().call_soon(self._wake.set)
 
     async def close(self, timeout_s: float = _TIMEOUT_S) -> None:
         """Deliver what is queued, but take no longer than `timeout_s`."""

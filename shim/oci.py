@@ -1,23 +1,21 @@
 """Runs runc for one container and says, in runc's own words, what went wrong.
 
-Each call has its own log file, so that two calls at once (an exec and a kill) never read each other's
-error.
+Each call has its own log, so that two calls at once (an exec and a kill) never read each other's error. All
+that runc reads and writes here, besides the pid file, are files in memory.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from runtime.runc import Runc, last_error
 from shim.errors import NotFound, TaskError
 from shim.reaper import Reaper
-
-_DEV_NULL_FLAGS = os.O_RDWR | os.O_CLOEXEC
 
 
 class RuncFailure(TaskError):
@@ -36,7 +34,6 @@ class OciRuntime:
         self._bundle = bundle
         self._reaper = reaper
         self._env = env
-        self._numbers = itertools.count()
 
     async def create(
         self,
@@ -76,18 +73,13 @@ class OciRuntime:
         console_socket: str,
     ) -> int:
         """Run `process` (OCI runtime-spec, process, as JSON) in the container; returns its pid."""
-        memory = _memory_file("process", process)
-        try:
+        with _memory_file("process", process) as spec:
             await self._run(
                 "OCI runtime exec failed",
-                lambda runc: runc.exec(
-                    container_id, Path(f"/proc/self/fd/{memory}"), pid_file, console_socket=console_socket
-                ),
+                lambda runc: runc.exec(container_id, _path(spec), pid_file, console_socket=console_socket),
                 stdio=stdio,
-                pass_fds=(memory,),
+                pass_fds=(spec,),
             )
-        finally:
-            os.close(memory)
         return read_pid(pid_file, "exec")
 
     async def kill(self, container_id: str, signal: int, *, every_process: bool) -> None:
@@ -141,28 +133,29 @@ class OciRuntime:
         pass_fds: Sequence[int] = (),
     ) -> str:
         """Run one command line to its end; returns its output (none of it when it got `stdio`)."""
-        log = self._bundle / f"runc-{next(self._numbers)}.json"
-        argv = command(replace(self.runc, log=log))
-        inputs = _memory_file("stdin", stdin) if stdin else os.open(os.devnull, _DEV_NULL_FLAGS)
-        output, errors = _memory_file("stdout"), _memory_file("stderr")
-        try:
-            fds = {**dict(enumerate(stdio or (inputs, output, errors))), **{fd: fd for fd in pass_fds}}
-            child = self._reaper.spawn(argv, env=self._env, fds=fds)
+        with ExitStack() as files:
+            log = files.enter_context(_memory_file("log"))
+            output = errors = -1
+            if stdio is None:
+                inputs = files.enter_context(_memory_file("stdin", stdin))
+                output = files.enter_context(_memory_file("stdout"))
+                errors = files.enter_context(_memory_file("stderr"))
+                stdio = (inputs, output, errors)
+            argv = command(replace(self.runc, log=_path(log)))
+            fds = {**dict(enumerate(stdio)), **{fd: fd for fd in (log, *pass_fds)}}
+            try:
+                child = self._reaper.spawn(argv, env=self._env, fds=fds)
+            except OSError as error:
+                reason = f'unable to run "{self.runc.binary}": {error.strerror or error}'
+                raise RuncFailure(what, reason) from error
             exited = await child.exited
             if exited.status != 0:
-                said = last_error(log) or _contents(errors).strip()
+                said = last_error(_path(log)) or _contents(errors).strip()
                 raise RuncFailure(
                     what,
                     said or f"{self.runc.binary} did not terminate successfully: exit status {exited.status}",
                 )
             return _contents(output)
-        except OSError as error:
-            reason = f'unable to run "{self.runc.binary}": {error.strerror or error}'
-            raise RuncFailure(what, reason) from error
-        finally:
-            for fd in (inputs, output, errors):
-                os.close(fd)
-            log.unlink(missing_ok=True)
 
 
 def read_pid(path: Path, what: str) -> int:
@@ -172,13 +165,26 @@ def read_pid(path: Path, what: str) -> int:
         raise TaskError(f"failed to retrieve OCI runtime {what} pid: {error}") from error
 
 
-def _memory_file(name: str, contents: bytes = b"") -> int:
+@contextmanager
+def _memory_file(name: str, contents: bytes = b"") -> Iterator[int]:
+    """A descriptor of a file in memory, at its start; closed when the block ends."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.write(fd, contents)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+    try:
+        if contents:
+            os.write(fd, contents)
+            os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _path(fd: int) -> Path:
+    """Of the file that a child gets as `fd`."""
+    return Path(f"/proc/self/fd/{fd}")
 
 
 def _contents(fd: int) -> str:
+    if fd < 0:
+        return ""
     size = os.fstat(fd).st_size
     return os.pread(fd, min(size, 4 << 20), 0).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The ttrpc server on the shim's socket: connections in, one asyncio task per call."""
+"""The ttrpc server on the shim's socket: connections in, one asyncio task per call that has to wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ _PEER_CREDENTIALS = struct.Struct("iII")
 @dataclass(frozen=True)
 class Method:
     request: type[Message]
-    handler: Callable[[Any], Awaitable[Message]]
+    handler: Callable[[Any], Message | Coroutine[Any, Any, Message]]
+    """A plain function is answered at once: a task would cost more than what it does."""
     only_waits: bool = False
     """It changes nothing: it may be dropped when its client gives up."""
 
@@ -51,13 +52,24 @@ class Server:
         return _Connection(self._services, self._connections)
 
 
+@dataclass
+class _Running:
+    """A call that is being worked on."""
+
+    call: ttrpc.Call
+    only_waits: bool
+    patience: asyncio.TimerHandle | None = None
+    told: bool = False
+    """Its client has its answer: that it took too long."""
+
+
 class _Connection(asyncio.Protocol):
     def __init__(self, services: Services, connections: set[_Connection]) -> None:
         self._services = services
         self._connections = connections
         self._protocol = ttrpc.Server()
         self._transport: asyncio.Transport | None = None
-        self._calls: dict[asyncio.Task[None], bool] = {}
+        self._calls: dict[asyncio.Task[Message], _Running] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -71,8 +83,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._connections.discard(self)
-        for task, only_waits in self._calls.items():
-            if only_waits:
+        for task, running in self._calls.items():
+            if running.only_waits:
                 task.cancel()
 
     def data_received(self, data: bytes) -> None:
@@ -99,35 +111,49 @@ class _Connection(asyncio.Protocol):
         except DecodeError as error:
             self._fail(call, Code.INTERNAL, f"unmarshal {call.method} request: {error}")
             return
-        task = asyncio.create_task(self._answer(call, method, request))
-        self._calls[task] = method.only_waits
-        task.add_done_callback(lambda done: self._calls.pop(done, None))
-
-    async def _answer(self, call: ttrpc.Call, method: Method, request: Message) -> None:
-        """Answer within the client's patience; what was begun is finished in any case."""
-        work = asyncio.ensure_future(method.handler(request))
         try:
-            done, _ = await asyncio.wait([work], timeout=call.timeout_s)
-        except asyncio.CancelledError:
-            work.cancel()
-            raise
-        if not done:
-            self._fail(call, Code.DEADLINE_EXCEEDED, "context deadline exceeded")
-            if method.only_waits:
-                work.cancel()
-                return
-        try:
-            reply = await work
+            answer = method.handler(request)
         except Exception as error:
-            code, message = describe(error)
-            log.debug("call failed", method=call.method, code=code, error=message)
-            if code == Code.UNKNOWN and not hasattr(error, "code"):
-                log.error("call failed unexpectedly", method=call.method, error=repr(error))
-            if done:
-                self._fail(call, code, message)
-        else:
-            if done:
-                self._send(self._protocol.reply(call.stream_id, reply.SerializeToString()))
+            self._refuse(call, error)
+            return
+        if isinstance(answer, Message):
+            self._reply(call, answer)
+            return
+        task = asyncio.create_task(answer)
+        running = self._calls[task] = _Running(call, method.only_waits)
+        if call.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            running.patience = loop.call_later(call.timeout_s, self._give_up, task, running)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Message]) -> None:
+        running = self._calls.pop(task)
+        if running.patience is not None:
+            running.patience.cancel()
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._refuse(running.call, error, told=running.told)
+        elif not running.told:
+            self._reply(running.call, task.result())
+
+    def _give_up(self, task: asyncio.Task[Message], running: _Running) -> None:
+        """The client's patience is at its end. What was begun is finished in any case."""
+        running.told = True
+        self._fail(running.call, Code.DEADLINE_EXCEEDED, "context deadline exceeded")
+        if running.only_waits:
+            task.cancel()
+
+    def _reply(self, call: ttrpc.Call, answer: Message) -> None:
+        self._send(self._protocol.reply(call.stream_id, answer.SerializeToString()))
+
+    def _refuse(self, call: ttrpc.Call, error: BaseException, *, told: bool = False) -> None:
+        code, message = describe(error)
+        log.debug("call failed", method=call.method, code=code, error=message)
+        if code == Code.UNKNOWN and not hasattr(error, "code"):
+            log.error("call failed unexpectedly", method=call.method, error=repr(error))
+        if not told:
+            self._fail(call, code, message)
 
     def _fail(self, call: ttrpc.Call, code: int, message: str) -> None:
         self._send(self._protocol.fail(call.stream_id, code, message))

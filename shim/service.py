@@ -126,7 +126,7 @@ class TaskService:
                 await self._start_init(container)
         return api.StartResponse(pid=process.pid)
 
-    async def state(self, request: api.StateRequest) -> api.StateResponse:
+    def state(self, request: api.StateRequest) -> api.StateResponse:
         container = self._container(request.id)
         process = container.process(request.exec_id)
         return api.StateResponse(
@@ -208,14 +208,14 @@ class TaskService:
         await process.kill(request.signal, every_process=request.all)
         return Empty()
 
-    async def exec(self, request: api.ExecProcessRequest) -> Empty:
+    def exec(self, request: api.ExecProcessRequest) -> Empty:
         container = self._container(request.id)
         stdio = Stdio(request.stdin, request.stdout, request.stderr, request.terminal)
         container.add_exec(request.exec_id, stdio, request.spec.value)
         self._events.send(events_pb2.TaskExecAdded(container_id=container.id, exec_id=request.exec_id))
         return Empty()
 
-    async def resize_pty(self, request: api.ResizePtyRequest) -> Empty:
+    def resize_pty(self, request: api.ResizePtyRequest) -> Empty:
         process = self._container(request.id).process(request.exec_id)
         try:
             process.resize(request.width, request.height)
@@ -223,7 +223,7 @@ class TaskService:
             raise TaskError(f"cannot resize the terminal: {error}") from error
         return Empty()
 
-    async def close_io(self, request: api.CloseIORequest) -> Empty:
+    def close_io(self, request: api.CloseIORequest) -> Empty:
         self._container(request.id).process(request.exec_id).close_stdin()
         return Empty()
 
@@ -238,7 +238,7 @@ class TaskService:
         await process.wait()
         return api.WaitResponse(exit_status=process.exit_status, exited_at=_timestamp(process.exited_at))
 
-    async def stats(self, request: api.StatsRequest) -> api.StatsResponse:
+    def stats(self, request: api.StatsRequest) -> api.StatsResponse:
         cgroup = self._container(request.id).cgroup
         if cgroup is None:
             raise NotFound("cgroup does not exist")
@@ -248,11 +248,11 @@ class TaskService:
             kind, value = "v1", metrics_v1_pb2.Metrics(**cgroup.stats()).SerializeToString()
         return api.StatsResponse(stats=Any(type_url=f"io.containerd.cgroups.{kind}.Metrics", value=value))
 
-    async def connect(self, request: api.ConnectRequest) -> api.ConnectResponse:
+    def connect(self, request: api.ConnectRequest) -> api.ConnectResponse:
         container = self._containers.get(request.id)
         return api.ConnectResponse(shim_pid=os.getpid(), task_pid=container.init.pid if container else 0)
 
-    async def request_shutdown(self, request: api.ShutdownRequest) -> Empty:
+    def request_shutdown(self, request: api.ShutdownRequest) -> Empty:
         if not self._containers and not self._creating:
             self.shutdown.set()
         return Empty()

@@ -240,7 +240,7 @@ def test_runcs_own_error_is_what_the_client_sees(tmp_path: Path) -> None:
         assert refused.value.code == 2
         with pytest.raises(CallFailed, match="container not created"):
             await shim.state("one")
-        assert not list((tmp_path / "bundles" / "one").glob("runc-*.json"))
+        assert not list((tmp_path / "bundles" / "one").glob("*log*"))
 
     run(tmp_path, life)
 
