@@ -105,6 +105,7 @@ def _be_spare(listener: socket.socket, taken: int, zygote: int) -> int:
     syscalls.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != zygote:
         return 1
+    standing = Standing.of(os.getpid())
     connection, _ = listener.accept()
     syscalls.set_parent_death_signal(0)
     os.write(taken, b"+")
@@ -113,7 +114,7 @@ def _be_spare(listener: socket.socket, taken: int, zygote: int) -> int:
     pid, uid, _ = _PEER_CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     )
-    if uid != os.geteuid() or (differs := Standing.of(pid).differs(Standing.of(os.getpid()))):
+    if uid != os.geteuid() or (differs := Standing.of(pid).differs(standing)):
         log.info("a command is left to its own process", pid=pid, reason=differs or "another user's")
         return 1
     try:
